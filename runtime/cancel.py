@@ -1,0 +1,66 @@
+"""CancelToken: a tree of cooperative cancellation with an optional deadline.
+
+A token tells; it stops nothing by itself. Cancelling a token cancels its children, never its parent or siblings.
+Tokens live on one event loop; `cancelled` and `remaining` may be read from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Callable
+
+
+class CancelToken:
+    """Asks a run to stop at its next safe point."""
+
+    def __init__(
+        self,
+        *,
+        timeout: float | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        parent: CancelToken | None = None,
+    ) -> None:
+        self._event = asyncio.Event()
+        self._reason = ""
+        self._monotonic = monotonic
+        self._deadline = None if timeout is None else monotonic() + timeout
+        self._children: weakref.WeakSet[CancelToken] = weakref.WeakSet()
+        self._parent = parent  # keeps the chain alive while a descendant listens
+        if parent is not None:
+            parent._children.add(self)
+            if parent._deadline is not None:
+                self._deadline = parent._deadline if self._deadline is None else min(self._deadline, parent._deadline)
+            if parent.cancelled:
+                self.cancel(parent.reason)
+
+    def cancel(self, reason: str = "") -> None:
+        """Cancels this token and its children; a second call changes nothing."""
+        if self._event.is_set():
+            return
+        self._reason = reason
+        self._event.set()
+        for child in list(self._children):
+            child.cancel(reason)
+
+    @property
+    def cancelled(self) -> bool:
+        return self._event.is_set()
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until the deadline, never below 0; None without one."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._monotonic())
+
+    def child(self, *, timeout: float | None = None) -> CancelToken:
+        """A token that is cancelled with this one and bounded by its deadline."""
+        return CancelToken(timeout=timeout, monotonic=self._monotonic, parent=self)
+
+    async def wait(self) -> None:
+        """Returns once the token is cancelled."""
+        await self._event.wait()

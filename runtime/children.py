@@ -1,0 +1,99 @@
+"""Sub-agents: how a child's session is made, found again and driven. Shared by both editions.
+
+A child's id follows from its call key, and its parent's head names it before it exists: a repeated spawn finds the
+child that is there, whatever became of it meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.errors import RunFailed, SessionExists, SessionNotFound
+from greenroom.runtime.ids import child_id
+from greenroom.runtime.results import RunResult
+from greenroom.runtime.session import Host, SessionDriver
+from greenroom.runtime.state import AgentState, Ready, in_flight
+from greenroom.runtime.storage.head import Head
+from greenroom.runtime.storage.storage import Storage
+from greenroom.runtime.view import result_of
+
+DriverOf = Callable[[str, AgentConfig | None], SessionDriver]
+
+
+async def create_child(host: Host, parent: Head, call_key: str, agent: AgentConfig) -> str:
+    """The id of the call's child, whose head is there when this returns."""
+    sid = child_id(parent.root, call_key)
+    head = Head(
+        session_id=sid,
+        root=parent.root,
+        parent=parent.session_id,
+        parent_call=call_key,
+        depth=parent.depth + 1,
+        user_id=parent.user_id,
+        agent=await host.shelf.put(agent),
+        since=host.clock.time(),
+        write_id=host.ids.new_id(),
+        sandbox=parent.sandbox,
+        state=Ready(agent=AgentState(session_id=sid)),
+    )
+    try:
+        await host.storage.checkpoints.create(sid, head)
+    except SessionExists:
+        pass  # a repeated spawn: this is its child
+    return sid
+
+
+async def run_child(driver: SessionDriver, storage: Storage, task: str) -> RunResult:
+    """Drives a child to its stop from wherever it is; a failed run is a result too."""
+    found = await storage.checkpoints.read(driver.session_id)
+    if found is None:
+        raise SessionNotFound(f"there is no session {driver.session_id!r}", session_id=driver.session_id)
+    head, _ = found
+    try:
+        if isinstance(head.state, Ready) and head.state.agent.call_no == 0:
+            return await driver.run(task)
+        if head.owner is not None or in_flight(head.state):
+            result = await driver.resume()
+            if result is not None:
+                return result
+            head = (await storage.checkpoints.read(driver.session_id) or found)[0]
+        return result_of(head)
+    except RunFailed as failed:
+        return failed.result
+
+
+class LocalChildren:
+    """Children in their parent's own process, one task each.
+
+    driver_of: the process's driver of a session; created: called with the id of each child made here.
+    """
+
+    def __init__(self, parent: Head, agent: AgentConfig | None, host: Host, driver_of: DriverOf) -> None:
+        self._parent = parent
+        self._agent = agent
+        self._host = host
+        self._driver_of = driver_of
+        self._runs: dict[str, asyncio.Task[RunResult]] = {}
+
+    async def start(self, call_key: str, tool: str, task: str) -> str:
+        assert self._agent is not None, "only an agent's own run starts its children"
+        agent = self._agent.child_agent(tool)
+        sid = await create_child(self._host, self._parent, call_key, agent)
+        if sid not in self._runs:
+            driver = self._driver_of(sid, agent)
+            self._runs[sid] = asyncio.get_running_loop().create_task(run_child(driver, self._host.storage, task))
+        return sid
+
+    async def wait(self, child_id: str) -> RunResult:
+        return await asyncio.shield(self._runs[child_id])
+
+    async def cancel(self, child_id: str, reason: str) -> None:
+        try:
+            await self._driver_of(child_id, None).cancel(reason)
+        except SessionNotFound:
+            pass  # registered by its parent, but never made
+        run = self._runs.get(child_id)
+        if run is not None:
+            await asyncio.wait([run])

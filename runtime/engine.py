@@ -1,0 +1,236 @@
+"""The embedded runtime: sessions in this process, without Ray. The composition root of everything in runtime/.
+
+`greenroom.AgentRuntime` is this Engine with the shipped sandboxes. Handles (EmbeddedSession) only delegate: the verbs
+of a session are SessionDriver's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from types import TracebackType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from greenroom.runtime.blocking import BlockingRuntime, BlockingSession
+from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.children import LocalChildren
+from greenroom.runtime.clock import RandomIds, SystemClock
+from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.errors import ConfigError, SessionExists, UsageError
+from greenroom.runtime.events import Event, follow_run
+from greenroom.runtime.fanout import map_prompts
+from greenroom.runtime.ids import check_root_id
+from greenroom.runtime.local_trees import LocalTreeSandboxes
+from greenroom.runtime.ports import Children, Clock, IdSource, SandboxFactory
+from greenroom.runtime.results import MapResult, RunResult, SessionInfo, Transcript, Turn
+from greenroom.runtime.session import Host, SessionDriver
+from greenroom.runtime.sessions import create_root, list_sessions, read_head, read_transcript
+from greenroom.runtime.shelf import AgentShelf
+from greenroom.runtime.state import State
+from greenroom.runtime.storage.head import Head
+from greenroom.runtime.storage.storage import Storage
+from greenroom.runtime.view import info_of
+
+
+class Engine(BlockingRuntime["EmbeddedSession"]):
+    """Sessions of this process over one storage.
+
+    storage: a URL or a Storage; sandboxes: opens sandboxes; host_fence: an embedding host's own fencing number, 0 for
+    none (only 0 in this version). Use it with `async with`, or with plain `with` for the *_sync verbs.
+    """
+
+    def __init__(
+        self,
+        storage: str | Storage = "sqlite:///greenroom.db",
+        host_fence: int = 0,
+        *,
+        sandboxes: SandboxFactory,
+        clock: Clock | None = None,
+        ids: IdSource | None = None,
+    ) -> None:
+        if host_fence != 0:
+            raise ConfigError("host_fence is not available in this version", hint="Leave it at 0")
+        super().__init__()
+        self.storage = Storage.open(storage) if isinstance(storage, str) else storage
+        self._trees = LocalTreeSandboxes(sandboxes)
+        ids = ids or RandomIds()
+        self._host = Host(
+            storage=self.storage,
+            sandboxes=self._trees,
+            children=self,
+            clock=clock or SystemClock(),
+            ids=ids,
+            shelf=AgentShelf(self.storage),
+            owner=f"local:{socket.gethostname()}:{os.getpid()}:{ids.new_id()[:8]}",
+        )
+        self._drivers: WeakValueDictionary[str, SessionDriver] = WeakValueDictionary()
+        self._runs: set[asyncio.Task[RunResult]] = set()
+        self._agents: dict[int, AgentConfig] = {}
+        self._closed = False
+
+    # -- sessions
+
+    async def create_session(
+        self, agent: AgentConfig, session_id: str | None = None, user_id: str | None = None
+    ) -> EmbeddedSession:
+        """A new session, Ready and empty; raises SessionExists."""
+        self.check_open()
+        sid = check_root_id(session_id) if session_id is not None else self._host.ids.new_id()
+        await create_root(self._host, agent, sid, user_id)
+        return EmbeddedSession(self, self._driver(sid, agent))
+
+    async def open(self, session_id: str, agent: AgentConfig | None = None) -> EmbeddedSession:
+        """An existing session; with `agent` the next run uses it. Raises SessionNotFound, AgentUnavailable."""
+        self.check_open()
+        head = await read_head(self.storage, session_id)
+        if agent is None and session_id not in self._drivers:
+            await self._host.shelf.get(head.agent)
+        return EmbeddedSession(self, self._driver(session_id, agent))
+
+    async def run_turn(self, agent: AgentConfig, text: str, session_id: str | None = None) -> Turn:
+        """One message to its answer: in a new session, or in the given one, which is made when it is not there."""
+        try:
+            session = await self.create_session(agent, session_id)
+        except SessionExists:
+            session = await self.open(str(session_id), agent)
+        return Turn(session_id=session.id, result=await session.run(text))
+
+    def map(self, agent: AgentConfig, prompts: Iterable[str], concurrency: int = 64) -> AsyncIterator[MapResult]:
+        """A session per prompt, results as they finish; see fanout.map_prompts."""
+        return map_prompts(self, agent, prompts, concurrency)
+
+    async def sessions(self, prefix: str = "", state: str | None = None) -> AsyncIterator[SessionInfo]:
+        """Every session whose id starts with `prefix`, as its head tells it."""
+        async for info in list_sessions(self.storage, prefix, state):
+            yield info
+
+    # -- lifetime
+
+    async def close(self, timeout: float = 10.0) -> None:
+        """Cancels what runs, ends the sandboxes, lets go of connections. Harmless when called again."""
+        if self._closed:
+            return
+        self._closed = True
+        running = [driver for driver in list(self._drivers.values()) if driver.running]
+        await asyncio.gather(*(driver.cancel("runtime closed", timeout) for driver in running), return_exceptions=True)
+        for task in self._runs:
+            task.cancel()
+        if self._runs:
+            await asyncio.wait(self._runs, timeout=timeout)
+        await self._trees.close()
+        for agent in self._agents.values():
+            await agent.llm.close()
+        await self.storage.close()
+
+    async def __aenter__(self) -> Engine:
+        await self.storage.probe()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # -- for the session's handle and the driver
+
+    def children_of(self, parent: Head, agent: AgentConfig | None) -> Children:
+        return LocalChildren(parent, agent, self._host, self._driver)
+
+    def _driver(self, session_id: str, agent: AgentConfig | None) -> SessionDriver:
+        """The one driver of a session in this process."""
+        driver = self._drivers.get(session_id)
+        if driver is None:
+            driver = self._drivers[session_id] = SessionDriver(session_id, self._host, agent)
+        elif agent is not None:
+            driver.agent = agent
+        if agent is not None:
+            self._agents[id(agent)] = agent
+        return driver
+
+    def new_id(self) -> str:
+        return self._host.ids.new_id()
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the runtime is closed", hint="Make a new one")
+
+    def spawn(self, run: Coroutine[Any, Any, RunResult]) -> asyncio.Task[RunResult]:
+        """A run that goes on when nobody waits for it; `close` ends it."""
+        task = asyncio.get_running_loop().create_task(run)
+        self._runs.add(task)
+        task.add_done_callback(self._runs.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at, wherever it is awaited
+        return task
+
+
+class EmbeddedSession(BlockingSession):
+    """A session's handle: its verbs, in this process."""
+
+    def __init__(self, engine: Engine, driver: SessionDriver) -> None:
+        super().__init__(engine)
+        self._engine = engine
+        self._driver = driver
+        self.id = driver.session_id
+
+    async def run(
+        self,
+        text: str | None = None,
+        timeout: float | None = None,
+        cancel: CancelToken | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> RunResult:
+        """Appends `text` (None: runs what submit appended) and runs to a stop.
+
+        timeout: seconds, then the run is cancelled. Raises RunFailed for a failed run only.
+        """
+        self._engine.check_open()
+        return await self._driver.run(text, timeout=timeout, cancel=cancel, request_id=request_id)
+
+    async def stream(self, text: str | None = None, *, request_id: str | None = None) -> AsyncIterator[Event]:
+        """The run's events, ending with run_finished, also for a failed one. Leaving early cancels nothing."""
+        self._engine.check_open()
+        request = request_id or self._engine.new_id()
+        position = self._driver.events.end
+        run = self._engine.spawn(self._driver.run(text, request_id=request))
+        async for event in follow_run(self._driver.events, position, request, run):
+            yield event
+
+    async def submit(self, text: str, *, request_id: str | None = None) -> State:
+        """Appends a message and runs nothing."""
+        self._engine.check_open()
+        return await self._driver.submit(text, request_id=request_id)
+
+    async def resume(self, *, request_id: str | None = None) -> RunResult | None:
+        """Goes on with an interrupted run or takes one over from an owner that died; None when nothing is in flight."""
+        self._engine.check_open()
+        return await self._driver.resume(request_id=request_id)
+
+    async def answer(self, interrupt_id: str, response: Any, request_id: str | None = None) -> RunResult:
+        """Answers the open question and runs on."""
+        self._engine.check_open()
+        return await self._driver.answer(interrupt_id, response, request_id=request_id)
+
+    async def cancel(self, reason: str = "", timeout: float = 10.0) -> RunResult | None:
+        """Parks the run and everything below it as Interrupted; None when nothing is in flight."""
+        return await self._driver.cancel(reason, timeout)
+
+    async def status(self) -> SessionInfo:
+        return info_of(await read_head(self._engine.storage, self.id))
+
+    async def transcript(self) -> Transcript:
+        return await read_transcript(self._engine.storage, self.id)
+
+    async def events(self, after: str | None = None, follow: bool = False) -> AsyncIterator[Event]:  # noqa: FBT001, FBT002  # the public API's
+        """Events of this process's runs after the cursor; with `follow` for ever."""
+        buffer = self._driver.events
+        position = buffer.position_after(after)
+        if follow:
+            async for event in buffer.follow(position):
+                yield event
+        else:
+            for event in buffer.read(position)[0]:
+                yield event

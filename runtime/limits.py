@@ -1,0 +1,25 @@
+"""Limits of a run, with their defaults. Values only."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from greenroom.runtime.messages import Value
+
+
+class Limits(Value):
+    """Bounds of one session's runs; times in seconds, 0 switches a time limit off.
+
+    max_iter: model replies a run may take, kept over resume and answer; the batch of the last one still runs.
+    max_consecutive_fail: steps in a row without any success. retry_backoff: base of the exponential back-off between
+    model attempts. tool_timeout: of one call. max_depth: levels of sub-agents below the root. max_children:
+    sub-agents one session may start. max_seconds: of one run (it is then cancelled), None for no bound.
+    """
+
+    max_iter: int = Field(default=10, ge=1)
+    max_consecutive_fail: int = Field(default=3, ge=1)
+    retry_backoff: float = Field(default=0.2, ge=0)
+    tool_timeout: float = Field(default=120.0, ge=0)
+    max_depth: int = Field(default=4, ge=0)
+    max_children: int = Field(default=64, ge=0)
+    max_seconds: float | None = Field(default=None, ge=0)

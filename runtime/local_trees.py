@@ -1,0 +1,43 @@
+"""The sandboxes of the session trees that this process drives: opened at first use, kept for the tree's next run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.ports import SandboxFactory
+from greenroom.runtime.tree_sandbox import SharedSandbox
+
+IDLE_SANDBOXES = 32
+"""Sandboxes kept open; beyond it the longest unused one without a running operation is closed."""
+
+
+class LocalTreeSandboxes:
+    def __init__(self, factory: SandboxFactory) -> None:
+        self._factory = factory
+        self._open: OrderedDict[str, SharedSandbox] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def get(self, root: str, spec: SandboxSpec) -> SharedSandbox:
+        async with self._lock:
+            sandbox = self._open.get(root)
+            if sandbox is None:
+                sandbox = self._open[root] = SharedSandbox(await self._factory.open(spec, root))
+            self._open.move_to_end(root)
+            await self._close_idle()
+            return sandbox
+
+    async def find(self, root: str) -> SharedSandbox | None:
+        return self._open.get(root)
+
+    async def close(self) -> None:
+        async with self._lock:
+            sandboxes = list(self._open.values())
+            self._open.clear()
+            await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+
+    async def _close_idle(self) -> None:
+        idle = [root for root, sandbox in self._open.items() if not sandbox.busy]
+        for root in idle[: max(0, len(self._open) - IDLE_SANDBOXES)]:
+            await self._open.pop(root).close()

@@ -1,0 +1,184 @@
+"""The loop: performs what the state machine asks for and feeds back what happened, from a run's start to its stop.
+
+`machine.step` decides, this file acts. Every transition changes the record in memory; it is saved before anything
+that depends on it happens, and a stop is always saved before it is reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from greenroom.runtime import machine
+from greenroom.runtime.batch import BatchPorts, BatchRun, end_batch, open_batch
+from greenroom.runtime.calls import ModelRequest
+from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.emitter import Emitter
+from greenroom.runtime.errors import ProviderError
+from greenroom.runtime.journal import (
+    CUT_REPLY_NOTE,
+    NOT_RUN_REPLY_CUT,
+    close_cancelled,
+    close_unrun,
+    placeholder_results,
+    results_message,
+)
+from greenroom.runtime.limits import Limits
+from greenroom.runtime.machine import (
+    BackOff,
+    CallModel,
+    CancelSeen,
+    Effect,
+    Event,
+    ModelFailed,
+    ModelReplied,
+    Resumed,
+    RunBatch,
+    Stop,
+)
+from greenroom.runtime.messages import Message, TextBlock, Usage
+from greenroom.runtime.model_call import Cut, call_model
+from greenroom.runtime.ports import Children, Clock, IdSource, TreeSandboxes
+from greenroom.runtime.racing import first_of
+from greenroom.runtime.record import Record
+from greenroom.runtime.results import Failure, FailureKind
+from greenroom.runtime.retry import backoff
+from greenroom.runtime.state import Fail, Interrupted, State, ToolExecuting, WaitingForUser
+from greenroom.runtime.tools.toolbox import Toolbox
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPorts:
+    """What a run reaches the world through."""
+
+    sandboxes: TreeSandboxes
+    children: Children
+    emitter: Emitter
+    clock: Clock
+    ids: IdSource
+    cancel: CancelToken
+
+
+class Loop:
+    """One run of an acquired session; `record` is its working memory."""
+
+    def __init__(self, record: Record, agent: AgentConfig, ports: LoopPorts) -> None:
+        self._record = record
+        self._agent = agent
+        self._ports = ports
+        self._toolbox = Toolbox(agent)
+
+    async def run(self, effects: tuple[Effect, ...]) -> State:
+        """From these effects to the stop; the stop is durable when it returns. Raises StorageError."""
+        while True:
+            event: Event | None = None
+            for effect in effects:
+                match effect:
+                    case BackOff():
+                        event = await self._back_off(effect)
+                    case CallModel():
+                        event = await self._call_model()
+                    case RunBatch():
+                        event = await self._run_batch()
+                    case Stop():
+                        await save_stop(self._record, self._ports.clock)
+                        return self._record.head.state
+                if event is not None:
+                    break
+            assert event is not None, "every effect but a wait that ran out brings an event"
+            effects = advance(self._record, event, self._agent.limits)
+            if not isinstance(effects[0], RunBatch | Stop):
+                await self._record.save()  # a batch saves itself with its first marks, a stop with its result
+
+    async def _call_model(self) -> Event:
+        ports, agent = self._ports, self._record.head.state.agent
+        if ports.cancel.cancelled:
+            return await self._cancel_seen()
+        request = ModelRequest(
+            session_id=agent.session_id,
+            call_no=agent.call_no,
+            system=self._agent.system_prompt,
+            messages=tuple(self._record.messages),
+            tools=self._toolbox.schemas,
+            temperature=self._agent.temperature,
+            max_tokens=self._agent.max_tokens,
+        )
+        reply = await call_model(self._agent.llm, request, ports.cancel, ports.emitter)
+        match reply:
+            case Cut(text=text):
+                return await self._cancel_seen(text, called=True)
+            case ProviderError() as error:
+                if error.emitted:
+                    ports.emitter.emit("reset", durable_write_no=self._record.head.write_no)
+                kind = FailureKind(error.kind)
+                return ModelFailed(Failure(kind=kind, message=str(error), retryable=error.retryable), error.retry_after)
+            case message:
+                return self._model_replied(message)
+
+    def _model_replied(self, message: Message) -> Event:
+        kind, calls = message.stop_kind or "end", message.tool_calls
+        if message.content:
+            self._record.append(message)
+            self._ports.emitter.emit("message", message=message)
+        if calls and kind in ("length", "context_window", "refusal", "content_filter"):
+            self._record.append(placeholder_results(calls, NOT_RUN_REPLY_CUT))
+        elif calls:
+            step = self._record.head.state.agent.step + 1
+            batch = open_batch(message, self._record, self._toolbox, self._agent.limits, step)
+            self._record.update(batch=batch)
+        return ModelReplied(len(calls), message.text or None, kind, message.usage or Usage())
+
+    async def _back_off(self, effect: BackOff) -> Event | None:
+        """Waits, unless the run is cancelled meanwhile."""
+        ports = self._ports
+        delay = backoff(self._agent.limits.retry_backoff, effect.attempt, ports.ids.random(), effect.retry_after)
+        ports.emitter.emit("retry", delay=delay, failure=effect.failure)
+        if delay > 0:
+            await first_of(ports.clock.sleep(delay), ports.cancel.wait())
+        return await self._cancel_seen() if ports.cancel.cancelled else None
+
+    async def _run_batch(self) -> Event:
+        ports = self._ports
+        batch_ports = BatchPorts(
+            self._toolbox, ports.sandboxes, ports.children, ports.emitter, ports.clock, ports.cancel
+        )
+        return await BatchRun(self._record, self._agent.limits, batch_ports).run()
+
+    async def _cancel_seen(self, text: str | None = None, *, called: bool = False) -> CancelSeen:
+        reason = self._ports.cancel.reason
+        await self._record.mark_cancelled(reason, self._ports.clock.time())
+        return CancelSeen(reason, text or None, called)
+
+
+def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
+    """Moves the state, closes what the new state leaves open, and answers what is to be done next; saves nothing."""
+    state, effects = machine.step(record.head.state, event, limits)
+    batch = record.head.batch
+    if batch is not None and not isinstance(state, ToolExecuting | WaitingForUser):
+        if isinstance(state, Interrupted):
+            batch = close_cancelled(batch)
+        elif isinstance(state, Fail):
+            batch = close_unrun(batch, state.failure.message)
+        record.append(results_message(batch))
+        record.update(batch=None)
+    if isinstance(event, CancelSeen) and event.text:
+        said = (TextBlock(text=event.text),)
+        record.append(Message(role="assistant", content=said, stop="cancelled", stop_kind="other"))
+    if isinstance(event, Resumed) and record.messages and record.messages[-1].role == "assistant":
+        record.append(Message.user(CUT_REPLY_NOTE))
+    record.update(state=state)
+    return effects
+
+
+async def save_stop(record: Record, clock: Clock) -> None:
+    """Makes a stop durable: nobody owns the session any more, and the run counts."""
+    record.update(owner=None, since=clock.time(), revision=record.head.revision + 1, cancel=None)
+    await record.save()
+
+
+async def park(record: Record, reason: str, sandboxes: TreeSandboxes, children: Children, clock: Clock) -> None:
+    """Ends a run that nobody drives any more: what it left running, its children, its open calls; then Interrupted."""
+    await record.mark_cancelled(reason, clock.time())
+    await end_batch(record, sandboxes, children, reason)
+    advance(record, CancelSeen(reason), Limits())
+    await save_stop(record, clock)

@@ -1,0 +1,167 @@
+"""What is said: content blocks, messages, usage, and the deltas of a stream.
+
+Plain frozen values with a JSON form (the wire names of api.md). Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Value(BaseModel):
+    """Base of values that cross a border (store, actor, wire): frozen, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class TextBlock(Value):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ThinkingBlock(Value):
+    """A provider's signed thinking; kept byte for byte, also when the text is empty."""
+
+    type: Literal["thinking"] = "thinking"
+    text: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(Value):
+    type: Literal["redacted_thinking"] = "redacted_thinking"
+    data: str
+
+
+class ReasoningBlock(Value):
+    """Unsigned reasoning text (`reasoning_content` of OpenAI-style endpoints)."""
+
+    type: Literal["reasoning"] = "reasoning"
+    text: str
+
+
+class ToolCallBlock(Value):
+    """One call the model asks for; `arguments` is None when the text was cut or is no JSON object."""
+
+    type: Literal["tool_call"] = "tool_call"
+    id: str
+    name: str
+    arguments: dict[str, Any] | None
+    raw_arguments: str = ""
+
+
+class ImageBlock(Value):
+    """An image, carried through: `source` is the provider-neutral description (media type and data or URL)."""
+
+    type: Literal["image"] = "image"
+    source: dict[str, Any]
+
+
+ContentBlock: TypeAlias = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
+class ToolResultBlock(Value):
+    type: Literal["tool_result"] = "tool_result"
+    call_id: str
+    content: tuple[ContentBlock, ...]
+    is_error: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(block.text for block in self.content if isinstance(block, TextBlock))
+
+
+Block: TypeAlias = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ReasoningBlock | ToolCallBlock | ImageBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+
+
+class Usage(Value):
+    """Tokens of one or more model calls."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            input_tokens=self.input_tokens + other.input_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+        )
+
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(
+            input_tokens=self.input_tokens - other.input_tokens,
+            output_tokens=self.output_tokens - other.output_tokens,
+            cached_tokens=self.cached_tokens - other.cached_tokens,
+        )
+
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+StopKind: TypeAlias = Literal[
+    "end", "tool_calls", "length", "context_window", "refusal", "content_filter", "pause", "other"
+]
+
+
+class Message(Value):
+    """One message; the results of a batch are one message of role "tool", in call order.
+
+    stop: the provider's own word, never ""; stop_kind: what it means.
+    """
+
+    role: Role
+    content: tuple[Block, ...]
+    stop: str | None = None
+    stop_kind: StopKind | None = None
+    usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        """The text blocks joined; no thinking, no tool results."""
+        return "".join(block.text for block in self.content if isinstance(block, TextBlock))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallBlock, ...]:
+        return tuple(block for block in self.content if isinstance(block, ToolCallBlock))
+
+    @classmethod
+    def user(cls, text: str) -> Message:
+        return cls(role="user", content=(TextBlock(text=text),))
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+    type: Literal["text"] = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingDelta:
+    text: str
+    type: Literal["thinking"] = "thinking"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of the call at `index`; `id` and `name` are "" when this piece brings none."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    type: Literal["tool_call"] = "tool_call"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDelta:
+    """The complete message: the last delta of every stream, once."""
+
+    message: Message
+    type: Literal["message"] = "message"
+
+
+Delta: TypeAlias = TextDelta | ThinkingDelta | ToolCallDelta | MessageDelta

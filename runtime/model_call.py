@@ -1,0 +1,75 @@
+"""One model call: streams it, tells the watchers, stops it when the run is cancelled. Nothing of a dead try is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from greenroom.runtime.calls import ModelRequest
+from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.emitter import Emitter
+from greenroom.runtime.errors import GreenroomError, ProviderError
+from greenroom.runtime.messages import Message, MessageDelta, TextDelta, ThinkingDelta
+from greenroom.runtime.ports import LlmProvider
+from greenroom.runtime.results import FailureKind
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The call was cancelled after it had said `text`."""
+
+    text: str
+
+
+async def call_model(
+    provider: LlmProvider, request: ModelRequest, cancel: CancelToken, emitter: Emitter
+) -> Message | ProviderError | Cut:
+    """The whole message, the error, or what a cancelled stream had said so far. Never raises for a model's failure."""
+    said: list[str] = []
+    call = asyncio.ensure_future(_consume(provider, request, cancel, emitter, said))
+    cancelled = asyncio.ensure_future(cancel.wait())
+    try:
+        await asyncio.wait([call, cancelled], return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            call.cancel()
+            await asyncio.wait([call])
+        return Cut("".join(said)) if call.cancelled() else call.result()
+    finally:
+        cancelled.cancel()
+        call.cancel()
+
+
+async def _consume(
+    provider: LlmProvider, request: ModelRequest, cancel: CancelToken, emitter: Emitter, said: list[str]
+) -> Message | ProviderError:
+    message: Message | None = None
+    emitted = False
+    try:
+        async with aclosing(provider.stream(request, cancel)) as deltas:  # type: ignore[type-var]  # streams are generators
+            async for delta in deltas:
+                emitted = emitted or not isinstance(delta, MessageDelta)
+                match delta:
+                    case TextDelta(text=text):
+                        said.append(text)
+                        emitter.emit("text", text=text)
+                    case ThinkingDelta(text=text):
+                        emitter.emit("thinking", text=text)
+                    case MessageDelta(message=whole):
+                        message = whole
+    except ProviderError as error:
+        error.emitted = error.emitted or emitted
+        return error
+    except Exception as error:  # a provider's own mistake ends the run, not the process
+        hint = error.hint if isinstance(error, GreenroomError) else ""
+        return ProviderError(
+            f"{type(provider).__name__} raised {type(error).__name__}: {error}",
+            kind=FailureKind.provider_permanent,
+            emitted=emitted,
+            hint=hint,
+        )
+    if message is None:
+        return ProviderError(
+            "the stream ended without a message", kind=FailureKind.provider_stream, retryable=True, emitted=emitted
+        )
+    return message

@@ -1,0 +1,243 @@
+"""The whole contract between the runtime and the world: every seam is a Protocol in this file.
+
+Implementations: providers/, storage/, the sandbox and actors packages, and the fakes in testing/. The loop talks to
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from greenroom.runtime.calls import CallRef, ExecResult, ModelRequest, SandboxSpec
+from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.events import Event
+from greenroom.runtime.messages import Delta, Message
+from greenroom.runtime.operations import Operation, OperationResult
+from greenroom.runtime.results import RunResult
+
+if TYPE_CHECKING:
+    from greenroom.runtime.config import AgentConfig
+    from greenroom.runtime.storage.head import Head, Segment, SegmentRef
+
+
+@runtime_checkable
+class LlmProvider(Protocol):
+    """A model. Frozen configuration: the constructor makes no client and does no I/O."""
+
+    def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
+        """Deltas of one reply, the last a MessageDelta; raises ProviderError. Closing the iterator ends the call."""
+        ...
+
+    def preflight(self) -> None:
+        """Raises PreflightError when a call cannot work here (a key that is not set, say)."""
+        ...
+
+    async def close(self) -> None:
+        """Lets go of connections that this event loop holds for it; the provider stays usable."""
+        ...
+
+
+class ObjectStore(Protocol):
+    """Keys to bytes with compare-and-swap. Any verb may raise Undecided: it may have happened. See api.md."""
+
+    async def get(self, key: str) -> tuple[bytes, str] | None:
+        """Body and etag, or None."""
+        ...
+
+    async def put_if_absent(self, key: str, body: bytes) -> str:
+        """The new etag; raises AlreadyExists."""
+        ...
+
+    async def put_if_match(self, key: str, body: bytes, etag: str) -> str:
+        """The new etag; raises PreconditionFailed, or NotFound when there is no object."""
+        ...
+
+    async def delete(self, key: str) -> None:
+        """A missing key is fine."""
+        ...
+
+    async def delete_many(self, keys: Iterable[str]) -> None: ...
+
+    def list(self, prefix: str) -> AsyncIterator[str]:
+        """Keys that start with `prefix`, in order."""
+        ...
+
+    async def probe(self) -> None:
+        """Raises StorageError when the store cannot be used or does not honour its conditions."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class CheckpointStore(Protocol):
+    """One head per session, changed only by compare-and-swap.
+
+    Every write decides itself: it returns, or raises Fenced, Conflict, Deleted or another StorageError.
+    """
+
+    async def read(self, sid: str) -> tuple[Head, str] | None: ...
+
+    async def create(self, sid: str, head: Head) -> str:
+        """The etag; raises SessionExists."""
+        ...
+
+    async def acquire(self, sid: str, owner: str) -> tuple[Head, str]:
+        """Makes `owner` the owner at epoch + 1, whoever had it; raises SessionNotFound."""
+        ...
+
+    async def save(self, sid: str, head: Head, etag: str) -> str: ...
+
+    async def delete(self, sid: str) -> None: ...
+
+
+class TranscriptStore(Protocol):
+    """Immutable segments of messages."""
+
+    async def append(self, sid: str, segment: Segment) -> SegmentRef:
+        """Stores a segment under its name; the same segment again changes nothing."""
+        ...
+
+    async def read(self, sid: str, refs: Iterable[SegmentRef]) -> tuple[Message, ...]:
+        """The messages of all segments in order; a missing or altered one raises StorageError."""
+        ...
+
+    async def remove(self, sid: str) -> None: ...
+
+
+class Sandbox(Protocol):
+    """A workspace and the power to run commands in it: what a backend implements.
+
+    guarantees: what is enforced, of {"isolated", "no_network", "memory_bound", "rooted_files"}.
+    """
+
+    kind: str
+    guarantees: frozenset[str]
+
+    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
+        """Ends when the command's process exits; cancelling ends its whole process tree first."""
+        ...
+
+    async def read_file(self, path: str) -> bytes: ...
+
+    async def write_file(self, path: str, data: bytes) -> None: ...
+
+    async def list_dir(self, path: str) -> tuple[str, ...]: ...
+
+    async def close(self) -> None:
+        """Ends everything that runs in it; the files stay."""
+        ...
+
+
+class SandboxFactory(Protocol):
+    """Opens sandboxes of the kinds it knows."""
+
+    async def open(self, spec: SandboxSpec, root: str, snapshot: str | None = None) -> Sandbox:
+        """Raises SandboxUnavailable with what to do about it."""
+        ...
+
+
+class TreeSandbox(Protocol):
+    """A sandbox as one session tree shares it: locked by operation, fenced by epoch, outcomes kept by call key."""
+
+    incarnation: str
+    guarantees: frozenset[str]
+
+    async def fence(self, session_id: str, epoch: int) -> frozenset[str]:
+        """Refuses older epochs of the session from now on; answers the call keys whose outcome or run it holds."""
+        ...
+
+    async def perform(self, ref: CallRef, operation: Operation) -> OperationResult:
+        """Runs the operation once for its call key: asked again, it answers the kept outcome or joins the run.
+
+        Cancelling the caller ends the operation and everything it started before the cancellation goes on.
+        """
+        ...
+
+    async def end(self, ref: CallRef) -> None:
+        """Ends the operation of a call, if it still runs or waits; returns when it is gone."""
+        ...
+
+
+class BoundSandbox(Protocol):
+    """The sandbox as a tool sees it (ctx.sandbox): every operation carries the call it belongs to."""
+
+    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult: ...
+
+    async def read_file(self, path: str) -> bytes: ...
+
+    async def write_file(self, path: str, data: bytes) -> None: ...
+
+    async def list_dir(self, path: str) -> tuple[str, ...]: ...
+
+
+class TreeSandboxes(Protocol):
+    """Where a session finds the sandbox of its tree."""
+
+    async def get(self, root: str, spec: SandboxSpec) -> TreeSandbox:
+        """Opens it at its first use; raises SandboxUnavailable."""
+        ...
+
+    async def find(self, root: str) -> TreeSandbox | None:
+        """The tree's sandbox if it is open."""
+        ...
+
+
+class Children(Protocol):
+    """The sub-agents of one session."""
+
+    async def start(self, call_key: str, tool: str, task: str) -> str:
+        """Starts the child of this call, or finds it; answers its session id."""
+        ...
+
+    async def wait(self, child_id: str) -> RunResult:
+        """How the child's run ended, also failed, waiting or cancelled; no exception for these."""
+        ...
+
+    async def cancel(self, child_id: str, reason: str) -> None:
+        """Returns once the child and everything below it is parked."""
+        ...
+
+
+class ChildHost(Protocol):
+    """Gives a session its Children."""
+
+    def children_of(self, parent: Head, agent: AgentConfig | None) -> Children:
+        """`agent`: whose sub-agents may be started; without one, children can be waited for and cancelled."""
+        ...
+
+
+class EventSink(Protocol):
+    """Takes events; never blocks, never raises."""
+
+    def emit(self, event: Event) -> None: ...
+
+
+class Progress(Protocol):
+    """A tool's live output (ctx.progress)."""
+
+    def emit_text(self, text: str) -> None: ...
+
+
+class Clock(Protocol):
+    """Time, so that tests need none."""
+
+    def time(self) -> float:
+        """Unix seconds."""
+        ...
+
+    def monotonic(self) -> float: ...
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class IdSource(Protocol):
+    """Randomness, so that tests can choose it."""
+
+    def new_id(self) -> str:
+        """An id nobody else makes."""
+        ...
+
+    def random(self) -> float:
+        """In [0, 1)."""
+        ...

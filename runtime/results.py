@@ -1,0 +1,123 @@
+"""What a caller gets back: how a run ended, what a session is, what was said.
+
+Values only; the mapping from a state to a status is `status_of` in machine.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pydantic import Field
+
+from greenroom.runtime.calls import Interrupt
+from greenroom.runtime.errors import GreenroomError
+from greenroom.runtime.messages import Message, Usage, Value
+
+
+class RunStatus(StrEnum):
+    completed = "completed"
+    suspended = "suspended"
+    exhausted = "exhausted"
+    cancelled = "cancelled"
+    failed = "failed"
+
+
+class FailureKind(StrEnum):
+    """Why a run, a model call or a tool failed."""
+
+    max_iter = "max_iter"
+    provider = "provider"
+    provider_permanent = "provider_permanent"
+    provider_rate_limited = "provider_rate_limited"
+    provider_stream = "provider_stream"
+    truncated = "truncated"
+    content_filter = "content_filter"
+    middleware = "middleware"
+    tool = "tool"
+    sandbox_open = "sandbox_open"
+    sandbox_save = "sandbox_save"
+    storage = "storage"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same attempt may go better the next time."""
+        return self in _RETRYABLE
+
+
+_RETRYABLE = frozenset(
+    {
+        FailureKind.provider,
+        FailureKind.provider_rate_limited,
+        FailureKind.provider_stream,
+        FailureKind.tool,
+        FailureKind.sandbox_open,
+        FailureKind.sandbox_save,
+    }
+)
+
+
+class Failure(Value):
+    """`message` is for people and logs; it names no secret."""
+
+    kind: FailureKind
+    message: str
+    retryable: bool
+
+
+class RunResult(Value):
+    """How a run ended.
+
+    text: the last text the assistant said in the run, also a partial one; usage, steps: of this run (kept over resume
+    and answer); interrupt: what a suspended run waits for; background_tasks: ids of jobs that go on.
+    """
+
+    session_id: str
+    status: RunStatus
+    text: str | None = None
+    usage: Usage = Usage()
+    steps: int = 0
+    revision: int = 0
+    interrupt: Interrupt | None = None
+    failure: Failure | None = None
+    background_tasks: tuple[str, ...] = ()
+
+
+class SessionInfo(Value):
+    """A session as its head tells it; `since` in Unix seconds; children: call key to session id."""
+
+    session_id: str
+    state: str
+    waiting_for: Interrupt | None = None
+    since: float = 0.0
+    revision: int = 0
+    epoch: int = 0
+    owner: str | None = None
+    parent: str | None = None
+    children: dict[str, str] = Field(default_factory=dict)
+    usage: Usage = Usage()
+    background_tasks: tuple[str, ...] = ()
+
+
+class Transcript(Value):
+    """Everything that was said in a session; `parent` None at the top; `children`: ids in order of creation."""
+
+    session_id: str
+    messages: tuple[Message, ...]
+    parent: str | None = None
+    children: tuple[str, ...] = ()
+
+
+class Turn(Value):
+    session_id: str
+    result: RunResult
+
+
+@dataclass(frozen=True, slots=True)
+class MapResult:
+    """One item of `map`: exactly one of result and error is set."""
+
+    index: int
+    session_id: str
+    result: RunResult | None = None
+    error: GreenroomError | None = None

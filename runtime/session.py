@@ -1,0 +1,374 @@
+"""SessionDriver: the verbs of one session in one process. The embedded edition and the SessionActor both use it.
+
+It reads the head, lets verbs.py judge, acquires the session by one compare-and-swap that carries the verb's own change,
+and hands over to the loop. Runs of one session wait for one another here; between processes the store decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.emitter import Emitter
+from greenroom.runtime.errors import (
+    Conflict,
+    Fenced,
+    RunFailed,
+    SandboxFenced,
+    SessionBusy,
+    SessionNotFound,
+    StorageError,
+)
+from greenroom.runtime.events import EventBuffer
+from greenroom.runtime.journal import Outcome
+from greenroom.runtime.limits import Limits
+from greenroom.runtime.loop import Loop, LoopPorts, advance, park
+from greenroom.runtime.machine import Effect, Stop, UserSaid
+from greenroom.runtime.ports import ChildHost, Clock, IdSource, TreeSandboxes
+from greenroom.runtime.record import Record
+from greenroom.runtime.results import Failure, FailureKind, RunResult, RunStatus
+from greenroom.runtime.shelf import AgentShelf
+from greenroom.runtime.state import State, WaitingForUser, in_flight
+from greenroom.runtime.storage.head import Claim, Head, SandboxRef
+from greenroom.runtime.storage.storage import Storage
+from greenroom.runtime.tools.toolbox import Toolbox
+from greenroom.runtime.verbs import (
+    Judgement,
+    Plan,
+    checked,
+    claim_of,
+    judge_answer,
+    judge_resume,
+    judge_run,
+    judge_submit,
+    may_park,
+    replay,
+)
+from greenroom.runtime.view import result_of
+from greenroom.runtime.workspace import resolved_spec
+
+RACE_ATTEMPTS = 20
+"""Times a verb looks again after somebody else changed the head between its look and its write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What a process gives to the sessions it drives; `owner` names it in the heads it owns."""
+
+    storage: Storage
+    sandboxes: TreeSandboxes
+    children: ChildHost
+    clock: Clock
+    ids: IdSource
+    shelf: AgentShelf
+    owner: str
+
+
+@dataclass(slots=True)
+class _Active:
+    """The verb this process is driving; `result` once it is over and was not refused."""
+
+    cancel: CancelToken
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    result: RunResult | None = None
+
+
+class SessionDriver:
+    """`agent`: used instead of the stored one from the next run on."""
+
+    def __init__(self, session_id: str, host: Host, agent: AgentConfig | None = None) -> None:
+        self.session_id = session_id
+        self.agent = agent
+        self.events = EventBuffer()
+        self._host = host
+        self._turn = asyncio.Lock()
+        self._active: _Active | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._active is not None
+
+    # -- verbs
+
+    async def run(
+        self,
+        text: str | None = None,
+        *,
+        timeout: float | None = None,
+        cancel: CancelToken | None = None,
+        request_id: str | None = None,
+    ) -> RunResult:
+        """Appends `text` and runs to a stop; raises RunFailed for a failed run, SessionError for a refusal."""
+        claim = self._claim(request_id, "run", text)
+        result = await self._perform(lambda head: judge_run(head, text), claim, timeout=timeout, cancel=cancel)
+        assert result is not None, "a run always has a result"
+        return result
+
+    async def submit(self, text: str, *, request_id: str | None = None) -> State:
+        """Appends a message, or answers the one open follow-up question, and runs nothing."""
+        claim = self._claim(request_id, "submit", text)
+        async with self._turn:
+            for _ in range(RACE_ATTEMPTS):
+                head, etag = await self._read()
+                if head.claim is not None and head.claim == claim:
+                    return head.state  # this very request was taken before
+                plan = judge_submit(head, text)
+                record = await Record.load(self._host.storage, self._host.ids, head, etag)
+                record.update(claim=claim)
+                _apply(record, plan, Limits())
+                try:
+                    await record.save()
+                except (Conflict, Fenced):
+                    continue
+                return record.head.state
+        raise self._kept_changing()
+
+    async def resume(self, *, request_id: str | None = None) -> RunResult | None:
+        """Goes on after an interruption or in place of a dead owner; None when nothing is in flight."""
+        active = self._active
+        if active is not None:
+            await active.over.wait()
+            return active.result
+        return await self._perform(judge_resume, self._claim(request_id, "resume", None))
+
+    async def answer(self, interrupt_id: str, response: Any, *, request_id: str | None = None) -> RunResult:
+        """Consumes the open question, durably, and runs on."""
+        claim = self._claim(request_id, "answer", [interrupt_id, response])
+        result = await self._perform(lambda head: judge_answer(head, interrupt_id, response), claim)
+        assert result is not None, "an answered session runs"
+        return result
+
+    async def cancel(self, reason: str = "", timeout: float | None = 10.0) -> RunResult | None:
+        """Parks the run wherever it is, and everything below it; None when there is nothing to cancel.
+
+        Raises SessionBusy when it has not parked after `timeout` seconds; the cancellation goes on.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                active = self._active
+                if active is None:
+                    return await self._park(reason)
+                active.cancel.cancel(reason)
+                await active.over.wait()
+                return active.result
+        except TimeoutError:
+            raise SessionBusy(
+                f"session {self.session_id!r} has not parked within {timeout:g} s",
+                session_id=self.session_id,
+                hint="The cancellation goes on; ask again",
+            ) from None
+
+    async def recover(self, request_id: str) -> RunResult | None:
+        """Goes on with a request whose owner died: its run, or its result; None when it had not been accepted."""
+        head, _ = await self._read()
+        if head.claim is None or head.claim.request_id != request_id:
+            return None
+        if head.owner is None:
+            return checked(result_of(head))
+        return await self._perform(judge_resume, head.claim, recovering=True)
+
+    # -- how a verb is carried out
+
+    async def _perform(
+        self,
+        judge: Callable[[Head], Judgement],
+        claim: Claim,
+        *,
+        timeout: float | None = None,
+        cancel: CancelToken | None = None,
+        recovering: bool = False,
+    ) -> RunResult | None:
+        async with self._turn:
+            clock = self._host.clock
+            token = cancel.child() if cancel is not None else CancelToken(monotonic=clock.monotonic)
+            active = self._active = _Active(token)
+            try:
+                for _ in range(RACE_ATTEMPTS):
+                    head, etag = await self._read()
+                    replayed = None if recovering else replay(head, claim)
+                    plan = judge(head) if replayed is None else replayed
+                    if not isinstance(plan, Plan):
+                        return plan
+                    begun = await self._begin(plan, head, etag, claim)
+                    if begun is not None:
+                        record, agent, effects = begun
+                        active.result = await self._drive(record, agent, effects, token, timeout, plan)
+                        return checked(active.result)
+                raise self._kept_changing()
+            except RunFailed as failed:
+                active.result = failed.result
+                raise
+            finally:
+                self._active = None
+                active.over.set()
+
+    async def _begin(
+        self, plan: Plan, head: Head, etag: str, claim: Claim
+    ) -> tuple[Record, AgentConfig, tuple[Effect, ...]] | None:
+        """Acquires the session and makes the plan's change durable; None when somebody else was faster."""
+        host = self._host
+        digest, agent = await self._agent_of(head)
+        sandbox = _sandbox_of(head, agent)
+        if not (plan.take_over and head.cancel is not None):
+            agent.llm.preflight()
+            Toolbox(agent).preflight(sandbox.spec.kind if sandbox is not None else None)
+        if plan.take_over:
+            head, etag = await host.storage.checkpoints.acquire(self.session_id, host.owner)
+            if not in_flight(head.state):  # its owner came to a stop just before
+                await self._release(head, etag)
+                return None
+        record = await Record.load(host.storage, host.ids, head, etag)
+        if not plan.take_over:
+            record.update(
+                epoch=head.epoch + 1, epoch_write_no=head.write_no + 1, owner=host.owner, since=host.clock.time()
+            )
+        record.update(claim=claim, agent=digest, sandbox=sandbox)
+        if head.cancel is not None:
+            return record, agent, ()
+        effects = _apply(record, plan, agent.limits)
+        try:
+            if not isinstance(effects[0], Stop):
+                await record.save()
+        except (Conflict, Fenced):
+            return None
+        return record, agent, effects
+
+    async def _drive(
+        self,
+        record: Record,
+        agent: AgentConfig,
+        effects: tuple[Effect, ...],
+        token: CancelToken,
+        timeout: float | None,
+        plan: Plan,
+    ) -> RunResult:
+        host = self._host
+        emitter = Emitter(self.session_id, record.head.epoch, self.events, host.clock)
+        children = host.children.children_of(record.head, agent)
+        if plan.take_over:
+            emitter.emit("reset", durable_write_no=record.head.write_no)
+        request = record.head.claim.request_id if record.head.claim is not None else None
+        emitter.emit("run_started", revision=record.head.revision, request_id=request)
+        alarm = asyncio.ensure_future(self._alarm(token, timeout, agent.limits.max_seconds))
+        try:
+            if record.head.cancel is not None:  # its owner was cancelling it when it died
+                await park(record, record.head.cancel.reason, host.sandboxes, children, host.clock)
+            else:
+                ports = LoopPorts(host.sandboxes, children, emitter, host.clock, host.ids, token)
+                await Loop(record, agent, ports).run(effects)
+            result = result_of(record.head)
+        except (StorageError, SandboxFenced) as error:
+            failed = _storage_failure(record.head, error)
+            emitter.emit("run_finished", result=failed.result)
+            raise failed from error
+        finally:
+            alarm.cancel()
+        emitter.emit("run_finished", result=result)
+        return result
+
+    async def _park(self, reason: str) -> RunResult | None:
+        host = self._host
+        async with self._turn:
+            for _ in range(RACE_ATTEMPTS):
+                head, etag = await self._read()
+                if not may_park(head):
+                    return None
+                if head.owner is not None:
+                    head, etag = await host.storage.checkpoints.acquire(self.session_id, host.owner)
+                    if not in_flight(head.state):
+                        await self._release(head, etag)
+                        continue
+                record = await Record.load(host.storage, host.ids, head, etag)
+                if head.owner is None:
+                    record.update(epoch=head.epoch + 1, epoch_write_no=head.write_no + 1, owner=host.owner)
+                try:
+                    children = host.children.children_of(record.head, None)
+                    await park(record, reason, host.sandboxes, children, host.clock)
+                except (Conflict, Fenced):
+                    continue
+                return result_of(record.head)
+        raise self._kept_changing()
+
+    async def _release(self, head: Head, etag: str) -> None:
+        record = Record(self._host.storage, self._host.ids, head, etag, ())
+        record.update(owner=None)
+        await record.save()
+
+    async def _read(self) -> tuple[Head, str]:
+        found = await self._host.storage.checkpoints.read(self.session_id)
+        if found is None:
+            raise SessionNotFound(
+                f"there is no session {self.session_id!r} in this store",
+                session_id=self.session_id,
+                hint="See `greenroom session list`, and that the store is the right one",
+            )
+        return found
+
+    async def _agent_of(self, head: Head) -> tuple[str, AgentConfig]:
+        if self.agent is not None:
+            return await self._host.shelf.put(self.agent), self.agent
+        return head.agent, await self._host.shelf.get(head.agent)
+
+    async def _alarm(self, token: CancelToken, timeout: float | None, max_seconds: float | None) -> None:
+        limits = [seconds for seconds in (timeout, max_seconds) if seconds]
+        if limits:
+            await self._host.clock.sleep(min(limits))
+            token.cancel(f"time limit of {min(limits):g} s")
+
+    def _claim(self, request_id: str | None, verb: str, content: Any) -> Claim:
+        return claim_of(request_id or self._host.ids.new_id(), verb, content)
+
+    def _kept_changing(self) -> SessionBusy:
+        return SessionBusy(
+            f"session {self.session_id!r} was changed by others {RACE_ATTEMPTS} times in a row",
+            session_id=self.session_id,
+            hint="Try again",
+        )
+
+
+def _apply(record: Record, plan: Plan, limits: Limits) -> tuple[Effect, ...]:
+    """The plan's change in memory: the answer into the journal, the message into the transcript, the state moved."""
+    if plan.answer is not None:
+        _consume(record, plan.answer)
+    effects: tuple[Effect, ...] = ()
+    for event in plan.events:
+        effects = advance(record, event, limits)
+        if isinstance(event, UserSaid) and plan.message is not None:
+            record.append(plan.message)
+            record.update(usage_before=record.head.state.agent.usage)
+    return effects
+
+
+def _consume(record: Record, answer: Outcome) -> None:
+    """The open question has its answer; that counts as a revision of its own."""
+    state, batch = record.head.state, record.head.batch
+    assert isinstance(state, WaitingForUser), "only a waiting session is answered"
+    assert batch is not None, "a waiting session has an open batch"
+    answered = batch.call(state.interrupt_id).model_copy(update={"outcome": answer})
+    record.update(batch=batch.put(answered), revision=record.head.revision + 1)
+
+
+def _sandbox_of(head: Head, agent: AgentConfig) -> SandboxRef | None:
+    """The tree's sandbox; a root gets it from its agent the first time that agent has one."""
+    if head.sandbox is None and head.parent is None and agent.sandbox_spec is not None:
+        return SandboxRef(spec=resolved_spec(agent.sandbox_spec, head.root))
+    return head.sandbox
+
+
+def _storage_failure(head: Head, error: Exception) -> RunFailed:
+    failure = Failure(kind=FailureKind.storage, message=str(error), retryable=False)
+    agent = head.state.agent
+    result = RunResult(
+        session_id=head.session_id,
+        status=RunStatus.failed,
+        text=agent.final_text,
+        usage=agent.usage - head.usage_before,
+        steps=agent.run_step,
+        revision=head.revision,
+        failure=failure,
+    )
+    return RunFailed.of(result, failure, resumable=True)

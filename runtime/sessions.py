@@ -1,0 +1,62 @@
+"""What can be done with sessions by the store alone: make a root, read a head, a transcript, the list."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.errors import SessionNotFound
+from greenroom.runtime.results import SessionInfo, Transcript
+from greenroom.runtime.session import Host
+from greenroom.runtime.state import AgentState, Ready
+from greenroom.runtime.storage.head import Head, SandboxRef
+from greenroom.runtime.storage.storage import Storage
+from greenroom.runtime.view import info_of
+from greenroom.runtime.workspace import resolved_spec
+
+
+async def create_root(host: Host, agent: AgentConfig, session_id: str, user_id: str | None) -> None:
+    """Raises SessionExists."""
+    spec = agent.sandbox_spec
+    head = Head(
+        session_id=session_id,
+        root=session_id,
+        user_id=user_id,
+        agent=await host.shelf.put(agent),
+        since=host.clock.time(),
+        write_id=host.ids.new_id(),
+        sandbox=None if spec is None else SandboxRef(spec=resolved_spec(spec, session_id)),
+        state=Ready(agent=AgentState(session_id=session_id)),
+    )
+    await host.storage.checkpoints.create(session_id, head)
+
+
+async def read_head(storage: Storage, session_id: str) -> Head:
+    """Raises SessionNotFound."""
+    found = await storage.checkpoints.read(session_id)
+    if found is None:
+        raise SessionNotFound(
+            f"there is no session {session_id!r} in this store",
+            session_id=session_id,
+            hint="See `greenroom session list`, and that the store is the right one",
+        )
+    return found[0]
+
+
+async def read_transcript(storage: Storage, session_id: str) -> Transcript:
+    head = await read_head(storage, session_id)
+    stored = await storage.transcripts.read(session_id, head.segments)
+    return Transcript(
+        session_id=session_id,
+        messages=stored + head.inline,
+        parent=head.parent,
+        children=tuple(head.children.values()),
+    )
+
+
+async def list_sessions(storage: Storage, prefix: str = "", state: str | None = None) -> AsyncIterator[SessionInfo]:
+    """In order of ids; `state` keeps those in that state."""
+    async for sid in storage.session_ids(prefix):
+        found = await storage.checkpoints.read(sid)
+        if found is not None and state in (None, found[0].state.name):
+            yield info_of(found[0])

@@ -1,0 +1,57 @@
+"""AgentShelf: agents by digest, as objects in this process and as documents in the store."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from greenroom.runtime.agents import AgentPacket, decode_document, encode_document, pack, subagent_digests, unpack
+from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.errors import AgentUnavailable
+from greenroom.runtime.storage.storage import Storage
+
+KEPT_AGENTS = 256
+"""Agents a process keeps as objects, the least recently used go first."""
+
+
+class AgentShelf:
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._agents: OrderedDict[str, AgentConfig] = OrderedDict()
+
+    async def put(self, agent: AgentConfig) -> str:
+        """Stores the agent and its sub-agents; answers the digest."""
+        packet = pack(agent)
+        if packet.digest not in self._agents:
+            for digest, document in packet.documents.items():
+                await self._storage.put_agent(digest, encode_document(document))
+        self.keep(packet.digest, agent)
+        return packet.digest
+
+    def keep(self, digest: str, agent: AgentConfig) -> None:
+        """Holds an agent in this process alone."""
+        self._agents[digest] = agent
+        self._agents.move_to_end(digest)
+        while len(self._agents) > KEPT_AGENTS:
+            self._agents.popitem(last=False)
+
+    async def get(self, digest: str) -> AgentConfig:
+        """Raises AgentUnavailable when neither this process nor the store has it, or parts of it."""
+        found = self._agents.get(digest)
+        if found is None:
+            found = unpack(await self._stored(digest))
+            self.keep(digest, found)
+        return found
+
+    async def _stored(self, digest: str) -> AgentPacket:
+        documents = {}
+        missing = [digest]
+        while missing:
+            wanted = missing.pop()
+            body = await self._storage.get_agent(wanted)
+            if body is None:
+                raise AgentUnavailable(
+                    f"the store has no agent {wanted[:12]}", hint="Open the session with agent=... from its script"
+                )
+            documents[wanted] = decode_document(body)
+            missing += [d for d in subagent_digests(documents[wanted]) if d not in documents]
+        return AgentPacket(digest, documents)

@@ -1,0 +1,153 @@
+"""The head: the one mutable object of a session, and the segments it points to. Values and their JSON form.
+
+A head holds everything a new owner needs: who owns the session, its state, the open batch, where its messages lie.
+Values are versioned JSON, never pickle; a version newer than ours is refused and left untouched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.errors import NewerSchema, StorageError
+from greenroom.runtime.journal import Batch
+from greenroom.runtime.messages import Message, Usage, Value
+from greenroom.runtime.state import State
+
+SCHEMA_VERSION = 1
+
+
+class SegmentRef(Value):
+    """Where a run of messages lies: object name, number of messages, bytes, and their hash."""
+
+    name: str
+    count: int
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Messages to be stored as one immutable object; `name` is `{epoch}-{write_no}-{write_id}` of their head write."""
+
+    name: str
+    messages: tuple[Message, ...]
+
+    def encode(self) -> bytes:
+        """JSON lines, one message each."""
+        return b"".join(message.__pydantic_serializer__.to_json(message) + b"\n" for message in self.messages)
+
+
+class SandboxRef(Value):
+    """The tree's sandbox, the same for all its sessions; `incarnation`: what this session last used, None before."""
+
+    spec: SandboxSpec
+    incarnation: str | None = None
+
+
+class CancelMark(Value):
+    """The run is being cancelled; durable before anything else is done about it."""
+
+    reason: str
+    at: float
+
+
+class Claim(Value):
+    """The request that the current run, or the last one, answers."""
+
+    request_id: str
+    verb: str
+    digest: str
+
+
+class Head(Value):
+    """See the module docstring.
+
+    since: Unix seconds of the last change of owner or stop; epoch_write_no: the write that began this epoch;
+    host_fence: an embedding host's own number; usage_before: what the session had used when this run began.
+    """
+
+    schema_version: int = Field(default=SCHEMA_VERSION, ge=1, le=SCHEMA_VERSION)
+    session_id: str
+    root: str
+    parent: str | None = None
+    parent_call: str | None = None
+    depth: int = 0
+    user_id: str | None = None
+    agent: str
+    epoch: int = 0
+    owner: str | None = None
+    since: float = 0.0
+    epoch_write_no: int = 0
+    write_no: int = 0
+    write_id: str = ""
+    revision: int = 0
+    host_fence: int = 0
+    life: Literal["live", "tombstone"] = "live"
+    claim: Claim | None = None
+    cancel: CancelMark | None = None
+    sandbox: SandboxRef | None = None
+    state: State
+    batch: Batch | None = None
+    children: dict[str, str] = Field(default_factory=dict)
+    segments: tuple[SegmentRef, ...] = ()
+    inline: tuple[Message, ...] = ()
+    usage_before: Usage = Usage()
+
+    def encode(self) -> bytes:
+        return self.__pydantic_serializer__.to_json(self)
+
+
+def decode_head(body: bytes, key: str) -> Head:
+    """The head in `body`; raises NewerSchema or StorageError(serde), both naming the key."""
+    try:
+        return Head.model_validate_json(body)
+    except ValidationError as error:
+        version = _schema_version(body)
+        if version is not None and version > SCHEMA_VERSION:
+            raise NewerSchema(
+                f"{key} was written with schema version {version}, this is version {SCHEMA_VERSION}",
+                kind="serde",
+                key=key,
+                hint="It was left untouched: use the newer Greenroom that wrote it",
+            ) from None
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise StorageError(
+            f"{key} is no valid head: {where}: {first['msg']}",
+            kind="serde",
+            key=key,
+            hint="The object was damaged or changed by something else; restore it from a backup",
+        ) from None
+
+
+def decode_segment(body: bytes, ref: SegmentRef, key: str) -> tuple[Message, ...]:
+    """The messages in `body`, which must be exactly what `ref` says; raises StorageError(serde)."""
+    if hashlib.sha256(body).hexdigest() != ref.sha256:
+        raise StorageError(
+            f"{key} does not have the content its session recorded",
+            kind="serde",
+            key=key,
+            hint="The object was damaged or replaced; restore it from a backup",
+        )
+    return tuple(Message.model_validate_json(line) for line in body.split(b"\n") if line)
+
+
+def ref_of(segment: Segment, body: bytes) -> SegmentRef:
+    return SegmentRef(
+        name=segment.name, count=len(segment.messages), size=len(body), sha256=hashlib.sha256(body).hexdigest()
+    )
+
+
+def _schema_version(body: bytes) -> int | None:
+    try:
+        document: Any = json.loads(body)
+    except ValueError:
+        return None
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    return version if isinstance(version, int) else None

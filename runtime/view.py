@@ -1,0 +1,47 @@
+"""What a head tells outsiders: the result of its last run, and the session's info. Pure."""
+
+from __future__ import annotations
+
+from greenroom.runtime.calls import Interrupt
+from greenroom.runtime.machine import status_of
+from greenroom.runtime.results import RunResult, SessionInfo
+from greenroom.runtime.state import Fail, WaitingForUser
+from greenroom.runtime.storage.head import Head
+
+
+def open_interrupt(head: Head) -> Interrupt | None:
+    """What the session waits for, with the waiting call's key as its id."""
+    if not isinstance(head.state, WaitingForUser) or head.batch is None:
+        return None
+    question = head.batch.call(head.state.interrupt_id).question
+    return None if question is None else question.model_copy(update={"id": head.state.interrupt_id})
+
+
+def result_of(head: Head) -> RunResult:
+    """How the run that ended in this head went; raises IllegalTransition when none has."""
+    agent = head.state.agent
+    return RunResult(
+        session_id=head.session_id,
+        status=status_of(head.state),
+        text=agent.final_text,
+        usage=agent.usage - head.usage_before,
+        steps=agent.run_step,
+        revision=head.revision,
+        interrupt=open_interrupt(head),
+        failure=head.state.failure if isinstance(head.state, Fail) else None,
+    )
+
+
+def info_of(head: Head) -> SessionInfo:
+    return SessionInfo(
+        session_id=head.session_id,
+        state=head.state.name,
+        waiting_for=open_interrupt(head),
+        since=head.since,
+        revision=head.revision,
+        epoch=head.epoch,
+        owner=head.owner,
+        parent=head.parent,
+        children=head.children,
+        usage=head.state.agent.usage,
+    )

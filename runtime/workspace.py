@@ -1,0 +1,20 @@
+"""Where things lie on this machine: the home folder, and a session tree's workspace in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.ids import encode_id
+
+
+def home() -> Path:
+    """`GREENROOM_HOME`, else .greenroom in the working folder; absolute."""
+    return Path(os.environ.get("GREENROOM_HOME") or ".greenroom").expanduser().absolute()
+
+
+def resolved_spec(spec: SandboxSpec, root: str) -> SandboxSpec:
+    """The spec with an absolute workspace: `{home}/workspaces/{root}` unless it names one."""
+    path = Path(spec.workspace).expanduser() if spec.workspace else home() / "workspaces" / encode_id(root)
+    return spec.model_copy(update={"workspace": str(path.absolute())})

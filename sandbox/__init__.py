@@ -1,0 +1,1 @@
+"""Sandboxes: workspaces in which an agent's commands run."""

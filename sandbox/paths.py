@@ -1,0 +1,168 @@
+"""Files below a folder, and nowhere else: every path is resolved by the kernel (openat2, RESOLVE_BENEATH).
+
+Checking a path and then opening it can be raced; opening it with the check inside cannot. Regular files only, and never
+blocking on one that is not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from greenroom.runtime.errors import PathRefused, SandboxUnavailable
+
+SYS_OPENAT2 = 437  # the same number on every architecture Linux has
+RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_BENEATH = 0x08
+OPEN_ATTEMPTS = 16
+"""Times an open is repeated when the kernel saw the tree change under it (EAGAIN)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = [
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    ]  # ctypes reads it so
+
+
+class RootedFiles:
+    """The files below `root`; the folder itself is held open, so that moving it changes nothing."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = str(root)
+        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._root)
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The file's bytes; raises PathRefused, FileNotFoundError, or OSError(EFBIG) beyond `limit` bytes."""
+        with self._opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
+            info = os.fstat(fd)
+            _refuse_irregular(path, info.st_mode)
+            if info.st_size > limit:
+                raise OSError(errno.EFBIG, f"the file has {info.st_size} bytes, more than {limit}", path)
+            with os.fdopen(os.dup(fd), "rb") as file:
+                return file.read(limit)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Writes the file whole. Through a link below the root it writes the link's target, which is not atomic."""
+        inner = self._inner(path)
+        folder, name = os.path.split(inner)
+        with self._folder(folder) as parent:
+            try:
+                mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+            except FileNotFoundError:
+                mode = None
+            if mode is not None and stat.S_ISLNK(mode):
+                self._write_through(path, inner, data)
+                return
+            if mode is not None:
+                _refuse_irregular(path, mode)
+            _replace(parent, name, data, 0o666 if mode is None else stat.S_IMODE(mode), keep_mode=mode is not None)
+
+    def list(self, path: str) -> tuple[str, ...]:
+        """Names in a folder, sorted; folders end with a slash."""
+        with self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd, os.scandir(fd) as entries:
+            return tuple(sorted(e.name + "/" if e.is_dir(follow_symlinks=False) else e.name for e in entries))
+
+    def _write_through(self, path: str, inner: str, data: bytes) -> None:
+        with self._opened(inner, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666) as fd:
+            _refuse_irregular(path, os.fstat(fd).st_mode)
+            _write_all(fd, data)
+
+    @contextmanager
+    def _folder(self, folder: str) -> Iterator[int]:
+        """The folder, opened; missing ones are made, one level at a time."""
+        made = ""
+        for part in folder.split("/") if folder else []:
+            above, made = made, f"{made}/{part}" if made else part
+            try:
+                with self._opened(made, os.O_PATH | os.O_DIRECTORY):
+                    continue
+            except FileNotFoundError:
+                with self._opened(above or ".", os.O_RDONLY | os.O_DIRECTORY) as parent:
+                    try:
+                        os.mkdir(part, dir_fd=parent)
+                    except FileExistsError:
+                        pass  # somebody was faster, or it is a dangling link: opening it will tell
+        with self._opened(folder or ".", os.O_RDONLY | os.O_DIRECTORY) as fd:
+            yield fd
+
+    @contextmanager
+    def _opened(self, path: str, flags: int, mode: int = 0) -> Iterator[int]:
+        fd = self._open(path, self._inner(path), flags, mode)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _inner(self, path: str) -> str:
+        """The path relative to the root; an absolute one only if it lies below it."""
+        if "\0" in path or not path:
+            raise PathRefused(f"{path!r} is no path")
+        if path.startswith("/"):
+            base = self._path.rstrip("/")
+            if path.rstrip("/") != base and not path.startswith(base + "/"):
+                raise PathRefused(f"{path!r} is outside the workspace", hint="Give a path relative to it")
+            path = path[len(base) :].lstrip("/") or "."
+        inner = os.path.normpath(path)
+        if inner == ".." or inner.startswith("../"):
+            raise PathRefused(f"{path!r} leaves the workspace", hint="Give a path inside it")
+        return inner
+
+    def _open(self, shown: str, inner: str, flags: int, mode: int) -> int:
+        how = _OpenHow(flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS)
+        for _ in range(OPEN_ATTEMPTS):
+            fd = _libc.syscall(SYS_OPENAT2, self._root, os.fsencode(inner), ctypes.byref(how), ctypes.sizeof(how))
+            if fd >= 0:
+                return int(fd)
+            number = ctypes.get_errno()
+            if number == errno.EAGAIN:
+                continue
+            if number in (errno.EXDEV, errno.ELOOP):
+                raise PathRefused(f"{shown!r} leads out of the workspace or in a circle", hint="Give a path inside it")
+            if number == errno.ENXIO:
+                raise PathRefused(f"{shown!r} is no regular file")
+            if number == errno.ENOSYS:
+                raise SandboxUnavailable("this kernel has no openat2", hint="Linux 5.6 or newer is needed")
+            raise OSError(number, os.strerror(number), shown)
+        raise OSError(errno.EAGAIN, "the folder kept changing", shown)
+
+
+def _replace(parent: int, name: str, data: bytes, mode: int, *, keep_mode: bool) -> None:
+    """A new file under a name of its own, then renamed over the old one: nobody sees half of it."""
+    temporary = f".{name[:200]}.{secrets.token_hex(6)}"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=parent)
+    try:
+        if keep_mode:
+            os.fchmod(fd, mode)
+        _write_all(fd, data)
+        os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+    except BaseException:
+        os.unlink(temporary, dir_fd=parent)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _refuse_irregular(path: str, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise PathRefused(f"{path!r} is no regular file")
