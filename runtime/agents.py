@@ -62,9 +62,7 @@ def pack(agent: AgentConfig) -> AgentPacket:
 
 def unpack(packet: AgentPacket) -> AgentConfig:
     """The agent of a packet; raises AgentUnavailable naming what this process does not have."""
-    agent = _Unpacker(packet).agent(packet.digest)
-    object.__setattr__(agent, "_packet", packet)
-    return agent
+    return _Unpacker(packet).agent(packet.digest)
 
 
 def encode_document(document: dict[str, Any]) -> bytes:
@@ -185,7 +183,7 @@ class _Unpacker:
     def agent(self, digest: str) -> AgentConfig:
         document = self._packet.documents[digest]
         spec = document["sandbox"]
-        return AgentConfig(
+        agent = AgentConfig(
             name=document["name"],
             provider=self._part(document["provider"]),
             system_prompt=document["system_prompt"],
@@ -204,6 +202,9 @@ class _Unpacker:
             limits=Limits.model_validate(document["limits"]),
             durability=document["durability"],
         )
+        # Packed again, here or in another process, it is the same agent under the same digest.
+        object.__setattr__(agent, "_packet", dataclasses.replace(self._packet, digest=digest))
+        return agent
 
     def _tool(self, entry: dict[str, Any]) -> Tool:
         if "local" in entry:

@@ -202,14 +202,12 @@ class BatchRun:
     # -- one call
 
     async def _run_call(self, call: CallRecord) -> Outcome | Interrupt:
-        if call.spawns:
-            return await self._run_spawn(call)
         tool = self._ports.toolbox.find(call.name)
-        if tool is None:
+        if tool is None and not call.spawns:
             return Outcome.error(f"The tool {call.name!r} is not there any more. It did not run.")
-        timeout = self._limits.tool_timeout if tool.spec.timeout is None else tool.spec.timeout
+        timeout = self._limits.tool_timeout if tool is None or tool.spec.timeout is None else tool.spec.timeout
         try:
-            return await self._run_tool(tool, call, timeout)
+            return await (self._run_spawn(call) if tool is None else self._run_tool(tool, call, timeout))
         except SandboxFenced:
             raise
         except SandboxDied as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import RunFailed, SessionExists, SessionNotFound
 from greenroom.runtime.ids import child_id
@@ -45,7 +46,9 @@ async def create_child(host: Host, parent: Head, call_key: str, agent: AgentConf
     return sid
 
 
-async def run_child(driver: SessionDriver, storage: Storage, task: str) -> RunResult:
+async def run_child(
+    driver: SessionDriver, storage: Storage, task: str, *, cancel: CancelToken | None = None
+) -> RunResult:
     """Drives a child to its stop from wherever it is; a failed run is a result too."""
     found = await storage.checkpoints.read(driver.session_id)
     if found is None:
@@ -53,9 +56,9 @@ async def run_child(driver: SessionDriver, storage: Storage, task: str) -> RunRe
     head, _ = found
     try:
         if isinstance(head.state, Ready) and head.state.agent.call_no == 0:
-            return await driver.run(task)
+            return await driver.run(task, cancel=cancel)
         if head.owner is not None or in_flight(head.state):
-            result = await driver.resume()
+            result = await driver.resume(cancel=cancel)
             if result is not None:
                 return result
             head = (await storage.checkpoints.read(driver.session_id) or found)[0]

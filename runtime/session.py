@@ -127,18 +127,20 @@ class SessionDriver:
                 return record.head.state
         raise self._kept_changing()
 
-    async def resume(self, *, request_id: str | None = None) -> RunResult | None:
+    async def resume(self, *, cancel: CancelToken | None = None, request_id: str | None = None) -> RunResult | None:
         """Goes on after an interruption or in place of a dead owner; None when nothing is in flight."""
         active = self._active
         if active is not None:
             await active.over.wait()
             return active.result
-        return await self._perform(judge_resume, self._claim(request_id, "resume", None))
+        return await self._perform(judge_resume, self._claim(request_id, "resume", None), cancel=cancel)
 
-    async def answer(self, interrupt_id: str, response: Any, *, request_id: str | None = None) -> RunResult:
+    async def answer(
+        self, interrupt_id: str, response: Any, *, cancel: CancelToken | None = None, request_id: str | None = None
+    ) -> RunResult:
         """Consumes the open question, durably, and runs on."""
         claim = self._claim(request_id, "answer", [interrupt_id, response])
-        result = await self._perform(lambda head: judge_answer(head, interrupt_id, response), claim)
+        result = await self._perform(lambda head: judge_answer(head, interrupt_id, response), claim, cancel=cancel)
         assert result is not None, "an answered session runs"
         return result
 
@@ -162,14 +164,14 @@ class SessionDriver:
                 hint="The cancellation goes on; ask again",
             ) from None
 
-    async def recover(self, request_id: str) -> RunResult | None:
+    async def recover(self, request_id: str, *, cancel: CancelToken | None = None) -> RunResult | None:
         """Goes on with a request whose owner died: its run, or its result; None when it had not been accepted."""
         head, _ = await self._read()
         if head.claim is None or head.claim.request_id != request_id:
             return None
         if head.owner is None:
             return checked(result_of(head))
-        return await self._perform(judge_resume, head.claim, recovering=True)
+        return await self._perform(judge_resume, head.claim, cancel=cancel, recovering=True)
 
     # -- how a verb is carried out
 
@@ -249,10 +251,10 @@ class SessionDriver:
         host = self._host
         emitter = Emitter(self.session_id, record.head.epoch, self.events, host.clock)
         children = host.children.children_of(record.head, agent)
-        if plan.take_over:
-            emitter.emit("reset", durable_write_no=record.head.write_no)
         request = record.head.claim.request_id if record.head.claim is not None else None
         emitter.emit("run_started", revision=record.head.revision, request_id=request)
+        if plan.take_over:
+            emitter.emit("reset", durable_write_no=record.head.write_no)
         alarm = asyncio.ensure_future(self._alarm(token, timeout, agent.limits.max_seconds))
         try:
             if record.head.cancel is not None:  # its owner was cancelling it when it died

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 
 from greenroom.runtime.agents import AgentPacket, decode_document, encode_document, pack, subagent_digests, unpack
 from greenroom.runtime.config import AgentConfig
@@ -13,9 +14,15 @@ KEPT_AGENTS = 256
 """Agents a process keeps as objects, the least recently used go first."""
 
 
+Fetch = Callable[[str], Awaitable[AgentPacket | None]]
+
+
 class AgentShelf:
-    def __init__(self, storage: Storage) -> None:
+    """`fetch`: asks whoever keeps packets with local parts, before the store is asked."""
+
+    def __init__(self, storage: Storage, fetch: Fetch | None = None) -> None:
         self._storage = storage
+        self._fetch = fetch
         self._agents: OrderedDict[str, AgentConfig] = OrderedDict()
 
     async def put(self, agent: AgentConfig) -> str:
@@ -38,7 +45,8 @@ class AgentShelf:
         """Raises AgentUnavailable when neither this process nor the store has it, or parts of it."""
         found = self._agents.get(digest)
         if found is None:
-            found = unpack(await self._stored(digest))
+            packet = await self._fetch(digest) if self._fetch is not None else None
+            found = unpack(packet or await self._stored(digest))
             self.keep(digest, found)
         return found
 

@@ -70,7 +70,7 @@ async def ask_followup_question(_ctx: ToolContext, arguments: AskArguments) -> I
 
 
 def exec_output(result: ExecResult) -> ToolOutput:
-    """A command's end as JSON. A non-zero exit is a result like any other; a time-out an error with the output so far."""
+    """A command's end as JSON. A non-zero exit is a result like any other; a time-out an error with what there was."""
     shown: dict[str, object] = {"status": "completed" if result.status == "exited" else result.status}
     if result.exit_code is not None:
         shown["exit_code"] = result.exit_code

@@ -1,0 +1,164 @@
+"""The green room: warm actors waiting for their next call. Owned by the Supervisor, used on its loop alone.
+
+Session actors serve one session at a time; there is a fixed number of them, and beyond it those that children and
+recoveries need, which end when they are given back. Sandbox actors are kept by the tree that used them last until
+another tree needs one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from greenroom.actors.handles import ActorLost, ActorSilent, SessionActorClient, ask
+from greenroom.actors.sandbox import SandboxActor
+from greenroom.actors.session import SessionActor
+from greenroom.actors.wire import SandboxInfo
+from greenroom.runtime.calls import SandboxSpec
+
+MAX_USES = 1000
+"""Sessions an actor serves before it is replaced."""
+
+IDLE_SANDBOXES = 8
+"""Sandboxes of trees that run nothing which are kept open; beyond it the longest unused one changes hands."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A session actor."""
+
+    client: SessionActorClient
+    uses: int = 0
+
+
+class SessionPool:
+    """`size`: actors kept; `incarnation`: makes their names this pool's own."""
+
+    def __init__(self, namespace: str, incarnation: str, store: str, size: int) -> None:
+        self._namespace = namespace
+        self._incarnation = incarnation
+        self._store = store
+        self._size = size
+        self._count = 0
+        self._idle: list[Slot] = []
+        self.slots: set[Slot] = set()
+
+    def fill(self) -> None:
+        """Starts actors up to the pool's size; they come up by themselves."""
+        while len(self.slots) < self._size:
+            self._idle.append(self._start())
+
+    def take(self, *, beyond: bool) -> Slot | None:
+        """An idle actor, the warmest first; with `beyond` a new one rather than none."""
+        if self._idle:
+            return self._idle.pop()
+        if len(self.slots) < self._size or beyond:
+            return self._start()
+        return None
+
+    def give_back(self, slot: Slot) -> None:
+        slot.uses += 1
+        if len(self.slots) > self._size or slot.uses >= MAX_USES:
+            self.lost(slot)
+        else:
+            self._idle.append(slot)
+
+    def lost(self, slot: Slot) -> None:
+        """The actor is dead, or is to be; the pool is filled up again."""
+        self.slots.discard(slot)
+        ray.kill(slot.client.handle)
+        self.fill()
+
+    def stop(self) -> None:
+        for slot in self.slots:
+            ray.kill(slot.client.handle)
+        self.slots.clear()
+        self._idle.clear()
+
+    def _start(self) -> Slot:
+        self._count += 1
+        name = f"greenroom-session-{self._incarnation}-{self._count}"
+        handle: Any = SessionActor.options(name=name, namespace=self._namespace, lifetime="detached").remote(
+            name, self._namespace, self._store
+        )
+        handle.pid.remote()  # its first call: the process imports what it needs before it is needed
+        slot = Slot(SessionActorClient(handle))
+        self.slots.add(slot)
+        return slot
+
+
+class SandboxPool:
+    """Sandbox actors by the root of the tree that has them."""
+
+    def __init__(self, namespace: str, incarnation: str) -> None:
+        self._namespace = namespace
+        self._incarnation = incarnation
+        self._count = 0
+        self._open: OrderedDict[str, SandboxInfo] = OrderedDict()
+        self._spare: list[Any] = []
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self._open) + len(self._spare)
+
+    def find(self, root: str) -> SandboxInfo | None:
+        return self._open.get(root)
+
+    async def get(self, root: str, spec: SandboxSpec, live: frozenset[str]) -> SandboxInfo:
+        """The tree's sandbox, opened if it is not; `live`: roots whose trees run now. Raises SandboxUnavailable."""
+        async with self._locks.setdefault(root, asyncio.Lock()):
+            info = self._open.get(root)
+            if info is None or not await self._answers(info):
+                self._open.pop(root, None)
+                info = await self._open_new(root, spec, live)
+            self._open[root] = info
+            self._open.move_to_end(root)
+            return info
+
+    async def stop(self) -> None:
+        actors = [info.actor for info in self._open.values()] + self._spare
+        self._open.clear()
+        self._spare.clear()
+        for actor in actors:
+            ray.kill(actor)
+
+    async def _open_new(self, root: str, spec: SandboxSpec, live: frozenset[str]) -> SandboxInfo:
+        actor = self._take(live)
+        try:
+            incarnation, guarantees = await ask(actor.open.remote(root, spec))
+        except ActorLost:
+            actor = self._start()
+            incarnation, guarantees = await ask(actor.open.remote(root, spec))
+        except Exception:
+            self._spare.append(actor)
+            raise
+        return SandboxInfo(actor, incarnation, guarantees)
+
+    def _take(self, live: frozenset[str]) -> Any:
+        """A spare actor, or that of the tree that has been idle longest, or a new one."""
+        if self._spare:
+            return self._spare.pop()
+        idle = [root for root in self._open if root not in live]
+        if len(idle) >= IDLE_SANDBOXES:
+            self._locks.pop(idle[0], None)
+            return self._open.pop(idle[0]).actor
+        return self._start()
+
+    def _start(self) -> Any:
+        self._count += 1
+        name = f"greenroom-sandbox-{self._incarnation}-{self._count}"
+        return SandboxActor.options(name=name, namespace=self._namespace, lifetime="detached").remote()
+
+    async def _answers(self, info: SandboxInfo) -> bool:
+        try:
+            await ask(info.actor.pid.remote())
+        except ActorLost:
+            return False
+        except ActorSilent:
+            return True  # it may yet: its outcomes must not be given up
+        return True

@@ -1,0 +1,58 @@
+"""SandboxActor: one sandbox of one session tree at a time, in a process of its own.
+
+What a shared sandbox is stands in runtime/tree_sandbox.py; this class opens it, hands calls on, and is reused for the
+next tree. When the process dies, everything it ran dies with it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import ray
+
+from greenroom.runtime.calls import CallRef, SandboxSpec
+from greenroom.runtime.errors import SandboxDied
+from greenroom.runtime.operations import Operation, OperationResult
+from greenroom.runtime.tree_sandbox import SharedSandbox
+from greenroom.sandbox.factory import ShippedSandboxes
+
+MAX_CONCURRENCY = 10_000
+"""Operations that may wait here at once; they wait on the sandbox's lock, not on the actor."""
+
+
+class SandboxHost:
+    """The plain class behind the actor."""
+
+    def __init__(self) -> None:
+        self._sandbox: SharedSandbox | None = None
+
+    async def open(self, root: str, spec: SandboxSpec) -> tuple[str, frozenset[str]]:
+        """A fresh sandbox for this tree; the one before is closed. Answers incarnation and guarantees."""
+        await self.close()
+        self._sandbox = SharedSandbox(await ShippedSandboxes().open(spec, root))
+        return self._sandbox.incarnation, self._sandbox.guarantees
+
+    async def fence(self, session_id: str, epoch: int) -> frozenset[str]:
+        return await self._open_sandbox().fence(session_id, epoch)
+
+    async def perform(self, ref: CallRef, operation: Operation) -> OperationResult:
+        return await self._open_sandbox().perform(ref, operation)
+
+    async def end(self, ref: CallRef) -> None:
+        await self._open_sandbox().end(ref)
+
+    async def close(self) -> None:
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.close()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    def _open_sandbox(self) -> SharedSandbox:
+        if self._sandbox is None:
+            raise SandboxDied("the sandbox is closed")
+        return self._sandbox
+
+
+SandboxActor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=MAX_CONCURRENCY)(SandboxHost)

@@ -1,0 +1,231 @@
+"""SessionActor: runs one session at a time in a process of its own, and is reused for the next.
+
+The verbs are SessionDriver's, the same as in the embedded edition. What Ray adds: a command is known by its request id
+(asked twice it runs once), `cancel` and `events` answer on threads of their own and cross over to the run's loop, and
+whatever happens comes back as a value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from greenroom.actors.handles import SandboxActorClient, SupervisorClient
+from greenroom.actors.wire import SUPERVISOR, Command, EventPage, Outcome
+from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.children import create_child, run_child
+from greenroom.runtime.clock import RandomIds, SystemClock
+from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.errors import ClusterError, GreenroomError, RunFailed
+from greenroom.runtime.ports import Children
+from greenroom.runtime.results import RunResult
+from greenroom.runtime.session import Host, SessionDriver
+from greenroom.runtime.shelf import AgentShelf
+from greenroom.runtime.storage.head import Head
+from greenroom.runtime.storage.storage import Storage
+
+T = TypeVar("T")
+
+KEPT_SESSIONS = 32
+"""Sessions whose events can still be read here after their run."""
+
+EVENT_WAIT = 1.0
+"""Seconds an events call waits for the first event."""
+
+
+class SessionHost:
+    """The plain class behind the actor. The constructor does no I/O."""
+
+    def __init__(self, name: str, namespace: str, store: str) -> None:
+        self._name = name
+        self._namespace = namespace
+        self._store = store
+        self._host: Host | None = None
+        self._supervisor: SupervisorClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drivers: OrderedDict[str, SessionDriver] = OrderedDict()
+        self._runs: dict[str, asyncio.Task[Outcome]] = {}
+        self._cancelled: dict[str, str] = {}
+
+    # -- default group: the run's own loop
+
+    async def run(self, command: Command) -> Outcome:
+        """Carries out a command, or joins it when it is already running."""
+        self._loop = asyncio.get_running_loop()
+        run = self._runs.get(command.request_id)
+        if run is None:
+            run = self._runs[command.request_id] = self._loop.create_task(self._carry_out(command))
+            run.add_done_callback(lambda _: self._runs.pop(command.request_id, None))
+        return await asyncio.shield(run)
+
+    async def pid(self) -> int:
+        """This process; asked once to see that it has started."""
+        self._loop = asyncio.get_running_loop()
+        return os.getpid()
+
+    # -- groups of their own
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]  # Ray's own
+    async def cancel(self, session_id: str, request_id: str, reason: str, timeout: float | None) -> Outcome:
+        """Cancels the command, also one that has not arrived yet, and answers once everything is parked."""
+        return await self._on_loop(self._cancel(session_id, request_id, reason, timeout))
+
+    @ray.method(concurrency_group="events")  # type: ignore[untyped-decorator]  # Ray's own
+    async def events(self, session_id: str, position: int) -> EventPage:
+        """The session's events from a position on; waits a moment for the first."""
+        return await self._on_loop(self._events(session_id, position))
+
+    # -- on the run's loop
+
+    async def _carry_out(self, command: Command) -> Outcome:
+        try:
+            for path in command.paths:
+                if path not in sys.path and Path(path).is_dir():
+                    sys.path.append(path)
+            host = self._ensure_host()
+            agent = await host.shelf.get(command.agent) if command.agent is not None else None
+            return Outcome(await self._verb(self._driver(command.session_id, agent), command))
+        except GreenroomError as error:
+            return Outcome(error=error)
+        except Exception as error:  # a mistake of ours must not look like the actor's death
+            return Outcome(error=ClusterError(f"{type(error).__name__} in a session actor: {error}"))
+
+    async def _verb(self, driver: SessionDriver, command: Command) -> RunResult | None:
+        token = CancelToken()
+        reason = self._cancelled.pop(command.request_id, command.cancelled)
+        if reason is not None:
+            token.cancel(reason)
+        if command.recover:
+            recovered = await driver.recover(command.request_id, cancel=token)
+            if recovered is not None:
+                return recovered
+        match command.verb:
+            case "run":
+                return await driver.run(
+                    command.text, timeout=command.timeout, cancel=token, request_id=command.request_id
+                )
+            case "resume":
+                return await driver.resume(cancel=token, request_id=command.request_id)
+            case "answer":
+                return await driver.answer(
+                    command.interrupt_id, command.response, cancel=token, request_id=command.request_id
+                )
+            case "child":
+                return await run_child(driver, self._ensure_host().storage, command.text or "", cancel=token)
+
+    async def _cancel(self, session_id: str, request_id: str, reason: str, timeout: float | None) -> Outcome:
+        if request_id not in self._runs:
+            self._cancelled[request_id] = reason  # it is still on its way here
+        try:
+            return Outcome(await self._driver(session_id, None).cancel(reason, timeout))
+        except GreenroomError as error:
+            return Outcome(error=error)
+
+    async def _events(self, session_id: str, position: int) -> EventPage:
+        buffer = self._driver(session_id, None).events
+        try:
+            async with asyncio.timeout(EVENT_WAIT):
+                await buffer.wait(position)
+        except TimeoutError:
+            pass
+        events, end, missed = buffer.read(position)
+        return EventPage(tuple(events), end, missed)
+
+    async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs on the loop of the default group, wherever it is called from."""
+        while self._loop is None:  # noqa: ASYNC110  # another thread sets it, when the actor's first call begins
+            await asyncio.sleep(0.001)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def _driver(self, session_id: str, agent: AgentConfig | None) -> SessionDriver:
+        driver = self._drivers.get(session_id)
+        if driver is None:
+            driver = self._drivers[session_id] = SessionDriver(session_id, self._ensure_host(), agent)
+            idle = [sid for sid, kept in self._drivers.items() if not kept.running and sid != session_id]
+            for sid in idle[: max(0, len(self._drivers) - KEPT_SESSIONS)]:
+                del self._drivers[sid]
+        elif agent is not None:
+            driver.agent = agent
+        return driver
+
+    def _ensure_host(self) -> Host:
+        if self._host is None:
+            self._supervisor = SupervisorClient.find(SUPERVISOR, self._namespace)
+            storage = Storage.open(self._store)
+            remote = _Remote(self._supervisor)
+            self._host = remote.host = Host(
+                storage=storage,
+                sandboxes=remote,
+                children=remote,
+                clock=SystemClock(),
+                ids=RandomIds(),
+                shelf=AgentShelf(storage, self._supervisor.get_agent),
+                owner=f"ray:{self._namespace}:{self._name}",
+            )
+        return self._host
+
+
+class _Remote:
+    """The ports that lead out of the process: the tree's sandbox and children, through the Supervisor."""
+
+    host: Host
+
+    def __init__(self, supervisor: SupervisorClient) -> None:
+        self._supervisor = supervisor
+
+    async def get(self, root: str, spec: SandboxSpec) -> SandboxActorClient:
+        return SandboxActorClient(await self._supervisor.sandbox_for(root, spec))
+
+    async def find(self, root: str) -> SandboxActorClient | None:
+        info = await self._supervisor.find_sandbox(root)
+        return None if info is None else SandboxActorClient(info)
+
+    def children_of(self, parent: Head, agent: AgentConfig | None) -> Children:
+        return _RemoteChildren(parent, agent, self.host, self._supervisor)
+
+
+class _RemoteChildren:
+    """Children in actors of their own; they belong to the pool, not to their parent's process."""
+
+    def __init__(self, parent: Head, agent: AgentConfig | None, host: Host, supervisor: SupervisorClient) -> None:
+        self._parent = parent
+        self._agent = agent
+        self._host = host
+        self._supervisor = supervisor
+
+    async def start(self, call_key: str, tool: str, task: str) -> str:
+        assert self._agent is not None, "only an agent's own run starts its children"
+        child = await create_child(self._host, self._parent, call_key, self._agent.child_agent(tool))
+        await self._supervisor.start(Command(_request_of(child), child, "child", text=task))
+        return child
+
+    async def wait(self, child_id: str) -> RunResult:
+        outcome = await self._supervisor.join(_request_of(child_id))
+        if isinstance(outcome.error, RunFailed):
+            return outcome.error.result
+        result = outcome.unwrap()
+        assert result is not None, "a child's run always has a result"
+        return result
+
+    async def cancel(self, child_id: str, reason: str) -> None:
+        outcome = await self._supervisor.cancel(child_id, reason, None)
+        if outcome is None and await self._host.storage.checkpoints.read(child_id) is not None:
+            await SessionDriver(child_id, self._host).cancel(reason, None)
+
+
+def _request_of(child_id: str) -> str:
+    """The one command that a child's first run is, however often its parent asks for it."""
+    return f"spawn:{child_id}"
+
+
+SessionActor = ray.remote(
+    num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={"control": 256, "events": 256}
+)(SessionHost)

@@ -1,0 +1,231 @@
+"""Supervisor: one per namespace; keeps the green room, places commands, cancels, and takes over from dead actors.
+
+Its memory is a cache and decides nothing that epochs do not decide again: two owners of one session are told apart by
+the store. A take-over follows only from an actor that is dead, never from one that is merely silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+
+from greenroom.actors.handles import ActorLost, ActorSilent, SessionActorClient
+from greenroom.actors.pool import SandboxPool, SessionPool, Slot
+from greenroom.actors.wire import Command, Hello, Outcome, PoolConfig, PoolStatus, SandboxInfo
+from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.errors import ClusterError, PoolMismatch
+from greenroom.runtime.ids import root_of
+
+MAX_CONCURRENCY = 100_000
+"""Calls that may wait here at once: every client that joins a run holds one."""
+
+KEPT_OUTCOMES = 4096
+"""Finished commands whose outcome a client can still fetch."""
+
+MAX_RECOVERIES = 3
+"""Actors that one command may lose before it is given up: it is then what kills them."""
+
+LOCATE_WAIT = 1.0
+SILENCE_PAUSE = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A command from its start to its outcome."""
+
+    command: Command
+    outcome: asyncio.Future[Outcome]
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    actor: SessionActorClient | None = None
+    recoveries: int = 0
+
+
+class SupervisorHost:
+    """The plain class behind the actor; all of its methods run on one event loop."""
+
+    def __init__(self, namespace: str, hello: Hello, pool: PoolConfig) -> None:
+        self._hello = hello
+        self._session_pool = SessionPool(namespace, uuid.uuid4().hex[:8], hello.store, pool.session_actors)
+        self._sandbox_pool = SandboxPool(namespace, uuid.uuid4().hex[:8])
+        self._agents: dict[str, bytes] = {}
+        self._runs: OrderedDict[str, _Run] = OrderedDict()
+        self._queue: deque[_Run] = deque()
+        self._live: dict[str, _Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- handshake and agents
+
+    async def hello(self, hello: Hello) -> Outcome:
+        if hello != self._hello:
+            return Outcome(
+                error=PoolMismatch(
+                    f"this namespace serves {self._hello}, the client wants {hello}",
+                    hint="Connect with another namespace, or stop the pool that is there",
+                )
+            )
+        self._session_pool.fill()
+        return Outcome()
+
+    async def put_agent(self, digests: list[str], packet: bytes) -> None:
+        for digest in digests:
+            self._agents[digest] = packet
+
+    async def get_agent(self, digest: str) -> bytes | None:
+        return self._agents.get(digest)
+
+    # -- commands
+
+    async def start(self, command: Command) -> None:
+        """Takes a command on; the same one again changes nothing."""
+        if command.request_id in self._runs:
+            return
+        live = self._live.get(command.session_id)
+        if command.verb == "resume" and live is not None:
+            self._runs[command.request_id] = live  # resume joins what is running
+            return
+        run = _Run(command, asyncio.get_running_loop().create_future())
+        self._runs[command.request_id] = run
+        self._enqueue(run)
+        while len(self._runs) > KEPT_OUTCOMES and next(iter(self._runs.values())).outcome.done():
+            self._runs.popitem(last=False)
+
+    async def join(self, request_id: str) -> Outcome:
+        run = self._runs.get(request_id)
+        if run is None:
+            return Outcome(error=ClusterError(f"the pool knows no request {request_id!r}", hint="Start it again"))
+        return await asyncio.shield(run.outcome)
+
+    async def locate(self, request_id: str) -> Any:
+        """The handle of the actor that runs the command; None if it is not placed within a moment."""
+        run = self._runs.get(request_id)
+        if run is None:
+            return None
+        try:
+            async with asyncio.timeout(LOCATE_WAIT):
+                await run.placed.wait()
+        except TimeoutError:
+            return None
+        return None if run.actor is None else run.actor.handle
+
+    async def actor_of(self, session_id: str) -> Any:
+        """The handle of the actor that runs the session, or ran it last."""
+        run = self._live.get(session_id) or next(
+            (run for run in reversed(self._runs.values()) if run.command.session_id == session_id), None
+        )
+        return None if run is None or run.actor is None else run.actor.handle
+
+    async def cancel(self, session_id: str, reason: str, timeout: float | None) -> Outcome | None:
+        """Cancels what the session runs or waits to run; None when it has nothing here."""
+        waiting = [run for run in self._queue if run.command.session_id == session_id]
+        for run in waiting:
+            run.command = replace(run.command, cancelled=reason)
+        live = self._live.get(session_id)
+        self._pump()
+        if live is None:
+            return await asyncio.shield(waiting[0].outcome) if waiting else None
+        live.command = replace(live.command, cancelled=reason)  # a recovery parks it too
+        assert live.actor is not None, "a live run has its actor"
+        try:
+            outcome = await live.actor.cancel(session_id, live.command.request_id, reason, timeout)
+        except (ActorLost, ActorSilent):
+            outcome = Outcome()
+        if outcome.error is not None:
+            return outcome
+        finished = await asyncio.shield(live.outcome)
+        return outcome if finished.error is not None and outcome.result is not None else finished
+
+    # -- sandboxes
+
+    async def sandbox_for(self, root: str, spec: SandboxSpec) -> SandboxInfo:
+        return await self._sandbox_pool.get(root, spec, self._live_roots())
+
+    async def find_sandbox(self, root: str) -> SandboxInfo | None:
+        return self._sandbox_pool.find(root)
+
+    # -- the pool
+
+    async def status(self) -> PoolStatus:
+        pids = await asyncio.gather(*(slot.client.pid() for slot in self._session_pool.slots), return_exceptions=True)
+        return PoolStatus(
+            session_actors=len(self._session_pool.slots),
+            sandbox_actors=self._sandbox_pool.size,
+            busy=tuple(self._live),
+            queued=len(self._queue),
+            pids=tuple(pid for pid in pids if isinstance(pid, int)),
+        )
+
+    async def stop(self) -> None:
+        """Ends every actor of the pool."""
+        for task in self._tasks:
+            task.cancel()
+        self._session_pool.stop()
+        await self._sandbox_pool.stop()
+
+    # -- placement
+
+    def _enqueue(self, run: _Run) -> None:
+        if run.command.first:
+            self._queue.appendleft(run)
+        else:
+            self._queue.append(run)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Places whatever can be placed: one run of a session at a time, who is waited for first."""
+        for run in sorted(self._queue, key=lambda queued: not queued.command.first):
+            if run.command.session_id in self._live:
+                continue
+            slot = self._session_pool.take(beyond=run.command.first)
+            if slot is None:
+                return
+            self._queue.remove(run)
+            self._live[run.command.session_id] = run
+            run.actor = slot.client
+            run.placed.set()
+            task = asyncio.get_running_loop().create_task(self._drive(run, slot))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _drive(self, run: _Run, slot: Slot) -> None:
+        outcome: Outcome | None = None
+        try:
+            while outcome is None:
+                try:
+                    outcome = await slot.client.run(run.command)
+                except ActorSilent:
+                    await asyncio.sleep(SILENCE_PAUSE)  # it joins the run when it answers again
+            self._session_pool.give_back(slot)
+        except ActorLost:
+            self._session_pool.lost(slot)
+            run.recoveries += 1
+            if run.recoveries > MAX_RECOVERIES:
+                outcome = Outcome(
+                    error=ClusterError(
+                        f"session {run.command.session_id!r} lost {run.recoveries} actors in a row",
+                        hint="See what its tools do to the process; `resume` tries again",
+                    )
+                )
+        except ClusterError as error:
+            self._session_pool.lost(slot)
+            outcome = Outcome(error=error)
+        del self._live[run.command.session_id]
+        if outcome is None:
+            run.command = replace(run.command, recover=True)
+            run.placed.clear()
+            self._enqueue(run)
+        else:
+            run.outcome.set_result(outcome)
+            self._pump()
+
+    def _live_roots(self) -> frozenset[str]:
+        return frozenset(root_of(sid) for sid in self._live)
+
+
+SupervisorActor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=MAX_CONCURRENCY)(
+    SupervisorHost
+)
