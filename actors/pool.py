@@ -106,6 +106,11 @@ class SandboxPool:
     def size(self) -> int:
         return len(self._open) + len(self._spare)
 
+    def fill(self) -> None:
+        """Keeps one warm actor at hand for the next tree."""
+        if not self._spare:
+            self._spare.append(self._start())
+
     def find(self, root: str) -> SandboxInfo | None:
         return self._open.get(root)
 
@@ -118,6 +123,7 @@ class SandboxPool:
                 info = await self._open_new(root, spec, live)
             self._open[root] = info
             self._open.move_to_end(root)
+            self.fill()
             return info
 
     async def stop(self) -> None:
@@ -141,18 +147,18 @@ class SandboxPool:
 
     def _take(self, live: frozenset[str]) -> Any:
         """A spare actor, or that of the tree that has been idle longest, or a new one."""
-        if self._spare:
-            return self._spare.pop()
         idle = [root for root in self._open if root not in live]
         if len(idle) >= IDLE_SANDBOXES:
             self._locks.pop(idle[0], None)
             return self._open.pop(idle[0]).actor
-        return self._start()
+        return self._spare.pop() if self._spare else self._start()
 
     def _start(self) -> Any:
         self._count += 1
         name = f"greenroom-sandbox-{self._incarnation}-{self._count}"
-        return SandboxActor.options(name=name, namespace=self._namespace, lifetime="detached").remote()
+        actor: Any = SandboxActor.options(name=name, namespace=self._namespace, lifetime="detached").remote()
+        actor.pid.remote()  # its first call: the process imports what it needs before it is needed
+        return actor
 
     async def _answers(self, info: SandboxInfo) -> bool:
         try:

@@ -69,6 +69,7 @@ class SupervisorHost:
                 )
             )
         self._session_pool.fill()
+        self._sandbox_pool.fill()
         return Outcome()
 
     async def put_agent(self, digests: list[str], packet: bytes) -> None:

@@ -150,6 +150,10 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
             self._agents[id(agent)] = agent
         return driver
 
+    def handle(self, session_id: str) -> EmbeddedSession:
+        """A session's handle for verbs that need no agent; nothing is looked up before the first one."""
+        return EmbeddedSession(self, self._driver(session_id, None))
+
     def new_id(self) -> str:
         return self._host.ids.new_id()
 

@@ -1,0 +1,5 @@
+"""`python -m greenroom`: the command line."""
+
+from greenroom.cli import main
+
+main()
