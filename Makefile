@@ -19,7 +19,7 @@ check: install-dev  ## lint, types, import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 bench: install-dev  ## JSON lines; ratios count, milliseconds do not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import ray
@@ -35,7 +36,7 @@ def ensure_ray(address: str | None, *, start: bool = True) -> bool:
 
 def _attach_if_running() -> bool:
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
         return False
     except Exception as error:
@@ -52,7 +53,9 @@ def _init(address: str) -> None:
         "object_store_memory": OBJECT_STORE_BYTES,
     }
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **(local if address == "local" else {}))
+        ray.init(
+            address=address, log_to_driver=False, logging_level=logging.ERROR, **(local if address == "local" else {})
+        )
     except Exception as error:
         text = str(error).strip().splitlines()
         raise ClusterError(

@@ -69,7 +69,7 @@ class SupervisorClient:
 
     async def put_agent(self, packet: AgentPacket) -> None:
         """Gives the agent, its local parts by value, into the Supervisor's keeping."""
-        body = cloudpickle.dumps(packet)
+        body = cast(Any, cloudpickle).dumps(packet)
         await ask(self._handle.put_agent.remote(list(packet.documents), body))
 
     async def get_agent(self, digest: str) -> AgentPacket | None:

@@ -7,6 +7,7 @@ next tree. When the process dies, everything it ran dies with it.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import ray
 
@@ -55,4 +56,5 @@ class SandboxHost:
         return self._sandbox
 
 
-SandboxActor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=MAX_CONCURRENCY)(SandboxHost)
+_remote: Any = ray.remote  # its overloads know no options
+SandboxActor = _remote(num_cpus=0, max_restarts=0, max_task_retries=0, max_concurrency=MAX_CONCURRENCY)(SandboxHost)

@@ -226,6 +226,7 @@ def _request_of(child_id: str) -> str:
     return f"spawn:{child_id}"
 
 
-SessionActor = ray.remote(
+_remote: Any = ray.remote  # its overloads know no options
+SessionActor = _remote(
     num_cpus=0, max_restarts=0, max_task_retries=0, concurrency_groups={"control": 256, "events": 256}
 )(SessionHost)

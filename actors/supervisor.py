@@ -227,6 +227,7 @@ class SupervisorHost:
         return frozenset(root_of(sid) for sid in self._live)
 
 
-SupervisorActor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=MAX_CONCURRENCY)(
+_remote: Any = ray.remote  # its overloads know no options
+SupervisorActor = _remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=MAX_CONCURRENCY)(
     SupervisorHost
 )

@@ -58,35 +58,29 @@ class Scripted:
                 kind=FailureKind.provider_permanent,
                 hint="Add an entry for every model call of the session",
             )
-        entry = self.script[request.call_no]
+        entry = await self._entry(request)
+        if entry.get("delay"):
+            await asyncio.sleep(float(entry["delay"]))
+        if "error" in entry:
+            raise _error(entry["error"], self.name, request.call_no)
+        text = str(entry.get("text") or "")
+        for piece in text.splitlines(keepends=True):
+            yield TextDelta(piece)
+        calls = [_call(call, request.call_no, index) for index, call in enumerate(entry.get("calls") or ())]
+        for index, call in enumerate(calls):
+            yield ToolCallDelta(index, call.id, call.name, call.raw_arguments)
+        yield MessageDelta(_message(text, calls, entry, request))
+
+    async def _entry(self, request: ModelRequest) -> dict[str, Any]:
+        """The entry of this call as a mapping."""
+        entry: Any = self.script[request.call_no]
         if callable(entry):
             entry = entry(request)
             if inspect.isawaitable(entry):
                 entry = await entry
             _check(entry, request.call_no, self.name)
-        if isinstance(entry, str):
-            entry = {"text": entry}
-        if entry.get("delay"):
-            await asyncio.sleep(float(entry["delay"]))
-        if "error" in entry:
-            raise _error(entry["error"], self.name, request.call_no)
-        text = entry.get("text") or ""
-        for piece in text.splitlines(keepends=True):
-            yield TextDelta(piece)
-        calls = []
-        for index, call in enumerate(entry.get("calls") or ()):
-            raw = (
-                call["arguments"] if isinstance(call.get("arguments"), str) else json.dumps(call.get("arguments") or {})
-            )
-            block = ToolCallBlock(
-                id=call.get("id") or f"call_{request.call_no}_{index}",
-                name=call["name"],
-                arguments=_object(raw),
-                raw_arguments=raw,
-            )
-            calls.append(block)
-            yield ToolCallDelta(index, block.id, block.name, raw)
-        yield MessageDelta(_message(text, calls, entry, request))
+        found: dict[str, Any] = {"text": entry} if isinstance(entry, str) else entry
+        return found
 
 
 def load_script(path: str, folder: str = ".") -> Scripted:
@@ -103,10 +97,18 @@ def load_script(path: str, folder: str = ".") -> Scripted:
     return Scripted(script, name=str(file))
 
 
+def _call(call: dict[str, Any], call_no: int, index: int) -> ToolCallBlock:
+    given = call.get("arguments")
+    raw = given if isinstance(given, str) else json.dumps(given or {})
+    return ToolCallBlock(
+        id=call.get("id") or f"call_{call_no}_{index}", name=call["name"], arguments=_object(raw), raw_arguments=raw
+    )
+
+
 def _message(text: str, calls: Sequence[ToolCallBlock], entry: dict[str, Any], request: ModelRequest) -> Message:
     content: list[Block] = [TextBlock(text=text)] if text else []
     content += calls
-    said = sum(len(block.text) for message in request.messages for block in message.content if hasattr(block, "text"))
+    said = sum(len(getattr(block, "text", "")) for message in request.messages for block in message.content)
     usage = entry.get("usage") or {"input_tokens": said // 4 + 1, "output_tokens": len(text) // 4 + 1}
     default: tuple[str, str] = ("tool_calls", "tool_calls") if calls else ("stop", "end")
     return Message(

@@ -120,7 +120,7 @@ class ToolRegistry:
 
     def tool(
         self,
-        function: F | None = None,
+        function: Callable[..., Any] | None = None,
         *,
         effect: Effect = "effectful",
         timeout: float | None = None,

@@ -104,6 +104,7 @@ def validate(model: type[BaseModel], arguments: dict[str, Any]) -> BaseModel:
     if unknown:
         allowed = ", ".join(by_name) or "none"
         problems.append(f"unknown argument {', '.join(map(repr, unknown))} (allowed: {allowed})")
+    instance = None
     try:
         instance = model.model_validate(repaired)
     except ValidationError as error:
@@ -113,7 +114,7 @@ def validate(model: type[BaseModel], arguments: dict[str, Any]) -> BaseModel:
                 problems.append(f"{where}: required, but missing")
             else:
                 problems.append(f"{where}: {item['msg']} (got {_shown(item['input'])})")
-    if problems:
+    if problems or instance is None:
         raise BadArguments("; ".join(problems))
     return instance
 
