@@ -7,7 +7,7 @@ that the batch, the marks of calls with effects and all earlier outcomes are dur
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -151,8 +151,7 @@ class BatchRun:
             return self._take_outcomes(tasks)
         finally:
             cancelled.cancel()
-            for task in tasks.values():
-                task.cancel()
+            await _stop(tasks.values())  # whatever happened, nothing of the group goes on unseen
 
     async def _mark(self, call: CallRecord) -> CallRecord:
         """Notes that the call may begin from now on, and where; registers a child before it is created."""
@@ -184,11 +183,7 @@ class BatchRun:
         """Mark first; then end what runs, await the children's acknowledgement, keep what finished in time."""
         reason = self._ports.cancel.reason
         await self._record.mark_cancelled(reason, self._ports.clock.time())
-        running = [task for task in tasks.values() if not task.done()]
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running, timeout=CANCEL_GRACE)
+        await _stop(tasks.values())
         await end_batch(self._record, self._ports.sandboxes, self._ports.children, reason)
         self._take_outcomes(tasks)
         return CancelSeen(reason)
@@ -276,6 +271,14 @@ class BatchRun:
                     fresh = head.sandbox.model_copy(update={"incarnation": self._sandbox.incarnation})
                     self._record.update(sandbox=fresh)
         return self._sandbox
+
+
+async def _stop(tasks: Iterable[asyncio.Task[Outcome | Interrupt]]) -> None:
+    running = [task for task in tasks if not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running, timeout=CANCEL_GRACE)
 
 
 async def end_batch(record: Record, sandboxes: TreeSandboxes, children: Children, reason: str) -> None:

@@ -43,7 +43,7 @@ from greenroom.runtime.racing import first_of
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind
 from greenroom.runtime.retry import backoff
-from greenroom.runtime.state import Fail, Interrupted, State, ToolExecuting, WaitingForUser
+from greenroom.runtime.state import Fail, Interrupted, Reasoning, State, ToolExecuting, WaitingForUser
 from greenroom.runtime.tools.toolbox import Toolbox
 
 
@@ -164,7 +164,7 @@ def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
     if isinstance(event, CancelSeen) and event.text:
         said = (TextBlock(text=event.text),)
         record.append(Message(role="assistant", content=said, stop="cancelled", stop_kind="other"))
-    if isinstance(event, Resumed) and record.messages and record.messages[-1].role == "assistant":
+    if isinstance(event, Resumed) and isinstance(state, Reasoning) and record.messages[-1].role == "assistant":
         record.append(Message.user(CUT_REPLY_NOTE))
     record.update(state=state)
     return effects

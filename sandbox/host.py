@@ -76,6 +76,7 @@ class HostSandbox:
         return await asyncio.to_thread(self._files.list, path)
 
     async def close(self) -> None:
+        """Harmless when called again."""
         await self._keeper.close()
         self._files.close()
 

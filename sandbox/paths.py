@@ -42,7 +42,9 @@ class RootedFiles:
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        os.close(self._root)
+        root, self._root = self._root, -1
+        if root >= 0:
+            os.close(root)
 
     def read(self, path: str, limit: int) -> bytes:
         """The file's bytes; raises PathRefused, FileNotFoundError, or OSError(EFBIG) beyond `limit` bytes."""

@@ -1,0 +1,238 @@
+"""Small pure parts: back-off, cancel tokens, ids, the journal's decisions, the strict history, events."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from email.utils import parsedate_to_datetime
+
+import pytest
+from scenes import CASES
+
+import greenroom
+from greenroom import CancelToken, ConfigError, GreenroomError, Interrupt, Message, RunFailed, ToolCallBlock
+from greenroom.runtime import errors
+from greenroom.runtime.events import Event, EventBuffer
+from greenroom.runtime.ids import check_root_id, child_id, root_of
+from greenroom.runtime.journal import (
+    CANCELLED_BEFORE_START,
+    CANCELLED_WHILE_RUNNING,
+    Batch,
+    CallRecord,
+    Mark,
+    Outcome,
+    Recovery,
+    close_cancelled,
+    decide,
+    results_message,
+    segments,
+)
+from greenroom.runtime.messages import ToolResultBlock
+from greenroom.runtime.results import Failure, FailureKind, RunResult, RunStatus
+from greenroom.runtime.retry import MAX_BACKOFF, backoff, parse_retry_after
+from greenroom.testing import FakeClock, HistoryError, strict_history
+
+
+def test_back_off_doubles_within_its_jitter_and_is_capped() -> None:
+    assert [backoff(0.2, attempt, 0.0) for attempt in (1, 2, 3)] == [0.2, 0.4, 0.8]
+    assert backoff(0.2, 3, 0.999) >= 0.4
+    assert backoff(20, 3, 0.0) == MAX_BACKOFF
+    assert backoff(0.2, 10**6, 0.0) == MAX_BACKOFF
+    assert backoff(0, 5, 0.5) == 0.0
+    assert backoff(0.2, 1, 0.0, retry_after=7) == 7
+    assert backoff(0.2, 1, 0.0, retry_after=float("inf")) == MAX_BACKOFF
+
+
+@pytest.mark.parametrize("line", (CASES / "C40_retry_after.tsv").read_text().splitlines()[1:])
+def test_retry_after_is_read_in_both_forms_and_never_believed_blindly(line: str) -> None:
+    _, value, now, want = line.split("\t")
+    moment = parsedate_to_datetime(now.replace(".200", "")).timestamp() + 0.2 if now != "-" else 0.0
+    delay = parse_retry_after("" if value == "(empty)" else value, moment)
+    if want.startswith("own"):
+        assert delay is None
+    elif want.startswith(">="):
+        assert delay is not None
+        assert 29.8 <= delay <= 31
+    else:
+        assert delay is not None
+        assert backoff(0.2, 1, 0.0, retry_after=delay) == min(MAX_BACKOFF, float(value))
+
+
+async def test_a_cancel_goes_down_the_tree_and_never_up() -> None:
+    root = CancelToken()
+    child, sibling = root.child(), root.child()
+    child.cancel("enough")
+    assert (child.cancelled, sibling.cancelled, root.cancelled) == (True, False, False)
+    root.cancel("all")
+    await asyncio.wait_for(sibling.wait(), 1)
+    assert sibling.reason == "all"
+    assert child.reason == "enough"
+    assert root.child().cancelled, "a child made later starts cancelled"
+
+
+def test_a_deadline_bounds_the_children() -> None:
+    clock = FakeClock()
+    parent = CancelToken(timeout=10, monotonic=clock.monotonic)
+    assert parent.child(timeout=60).remaining == 10
+    assert parent.child(timeout=5).remaining == 5
+    assert CancelToken().remaining is None
+
+
+def test_a_child_is_named_by_its_call_and_names_its_root() -> None:
+    child = child_id("root", "root/1/2/0")
+    assert child == child_id("root", "root/1/2/0") != child_id("root", "root/1/2/1")
+    assert root_of(child) == root_of(root_of(child)) == "root"
+    for bad in ("", "a~b", "x" * 300, "a\nb"):
+        with pytest.raises(ConfigError):
+            check_root_id(bad)
+    assert check_root_id("../häuser/1") == "../häuser/1"
+
+
+# -- the journal
+
+
+def record(index: int = 0, **fields: object) -> CallRecord:
+    base = CallRecord(key=f"s/1/1/{index}", call_id=f"c{index}", name="t", arguments={}, digest="d")
+    return base.model_copy(update=fields)
+
+
+HERE = Mark(place="inc-1", epoch=1)
+PROCESS = Mark(place="process", epoch=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "incarnation", "what"),
+    [
+        (record(outcome=Outcome.error("x")), None, Recovery.reuse),
+        (record(), None, Recovery.run),
+        (record(effect="read_only"), "inc-1", Recovery.run),
+        (record(started=HERE, runs_in="sandbox"), "inc-1", Recovery.ask_place),
+        (record(started=HERE, runs_in="sandbox"), "inc-2", Recovery.unknown),
+        (record(started=HERE, runs_in="sandbox"), None, Recovery.unknown),
+        (record(started=HERE, runs_in="sandbox", effect="idempotent"), "inc-2", Recovery.run),
+        (record(started=HERE, runs_in="sandbox", effect="read_only"), "inc-2", Recovery.run),
+        (record(started=PROCESS), None, Recovery.unknown),
+        (record(started=PROCESS, effect="idempotent"), None, Recovery.run),
+        (record(started=PROCESS, effect="read_only"), None, Recovery.run),
+    ],
+)
+def test_the_recovery_table(call: CallRecord, incarnation: str | None, what: Recovery) -> None:
+    assert decide(call, incarnation) is what
+
+
+def test_neighbouring_reads_run_together_and_everything_else_alone() -> None:
+    read = {"effect": "read_only"}
+    batch = [record(0, **read), record(1, **read), record(2), record(3, **read), record(4), record(5)]
+    assert [[call.key[-1] for call in group] for group in segments(batch)] == [["0", "1"], ["2"], ["3"], ["4"], ["5"]]
+    spawns = [record(i, spawns=True, parallel=True, effect="idempotent") for i in range(3)]
+    assert [len(group) for group in segments(spawns)] == [3]
+
+
+def test_a_cancelled_batch_is_closed_with_the_truth_in_call_order() -> None:
+    done = Outcome.error("real")
+    batch = Batch(step=1, calls=(record(0, outcome=done), record(1, started=PROCESS), record(2)))
+    blocks = results_message(close_cancelled(batch)).content
+    assert all(isinstance(block, ToolResultBlock) for block in blocks)
+    assert [(block.call_id, block.text) for block in blocks if isinstance(block, ToolResultBlock)] == [
+        ("c0", "real"),
+        ("c1", CANCELLED_WHILE_RUNNING),
+        ("c2", CANCELLED_BEFORE_START),
+    ]
+
+
+# -- histories
+
+
+def assistant(*ids: str) -> Message:
+    return Message(role="assistant", content=tuple(ToolCallBlock(id=id, name="t", arguments={}) for id in ids))
+
+
+def tool(*ids: str) -> Message:
+    return Message(role="tool", content=tuple(ToolResultBlock(call_id=id, content=()) for id in ids))
+
+
+USER = Message.user("hi")
+
+
+def test_a_paired_history_is_taken() -> None:
+    strict_history([USER, assistant("a", "b"), tool("a", "b"), USER])
+    strict_history([USER, assistant("a")], open_calls=["a"])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [assistant("a"), tool("a")],
+        [USER, assistant("a"), USER],
+        [USER, assistant("a", "b"), tool("b", "a")],
+        [USER, assistant("a", "b"), tool("a")],
+        [USER, assistant("a"), tool("a"), tool("a")],
+        [USER, assistant("a", "a"), tool("a", "a")],
+        [USER, assistant("a")],
+        [USER, Message(role="assistant", content=())],
+        [Message.user(" ")],
+    ],
+)
+def test_a_history_that_a_provider_would_refuse_is_refused(messages: list[Message]) -> None:
+    with pytest.raises(HistoryError):
+        strict_history(messages)
+
+
+# -- events
+
+
+async def test_a_slow_reader_is_told_what_it_missed_and_holds_nobody_up() -> None:
+    buffer = EventBuffer(capacity=10)
+    for number in range(25):
+        buffer.emit(Event(f"1.{number}", "text", "s", 0.0, {"text": str(number)}))
+    reader = buffer.follow()
+    first = await anext(reader)
+    assert (first.type, first.missed) == ("gap", 15)
+    assert (await anext(reader)).text == "15"
+    assert buffer.read(buffer.position_after("1.22"))[0][0].id == "1.23"
+    await reader.aclose()  # type: ignore[attr-defined]  # an async generator
+
+
+def test_an_events_fields_are_attributes_and_its_json_is_flat() -> None:
+    result = RunResult(session_id="s", status=RunStatus.completed)
+    event = Event("1.1", "run_finished", "s", 2.0, {"result": result})
+    assert event.result is result
+    assert event.to_json()["result"]["status"] == "completed"
+    with pytest.raises(AttributeError, match="no 'text'"):
+        _ = event.text
+    assert pickle.loads(pickle.dumps(event)) == event
+
+
+# -- errors
+
+
+def every_error() -> list[type[GreenroomError]]:
+    found = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, GreenroomError)]
+    assert len(found) > 30
+    return found
+
+
+@pytest.mark.parametrize("kind", every_error())
+def test_every_error_pickles_with_its_fields_and_is_public(kind: type[GreenroomError]) -> None:
+    error = kind("what happened", hint="do this")
+    error.session_id = "s-1"  # type: ignore[attr-defined]  # fields lie in the instance's dictionary
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is kind
+    assert vars(back) == vars(error)
+    assert str(back) == "what happened. do this"
+    assert kind.__name__ in greenroom.__all__
+    assert kind.__name__ in (errors.__doc__ or "")
+
+
+def test_a_failed_run_arrives_with_its_result() -> None:
+    failure = Failure(kind=FailureKind.tool, message="boom", retryable=True)
+    result = RunResult(session_id="s", status=RunStatus.failed, text="so far", failure=failure)
+    back = pickle.loads(pickle.dumps(RunFailed.of(result, failure, resumable=True)))
+    assert back.result == result
+    assert (back.failure, back.resumable) == (failure, True)
+    assert "tool" in str(back)
+    assert "boom" in str(back)
+
+
+def test_an_interrupt_needs_only_a_kind() -> None:
+    assert Interrupt(kind="approval").payload == {}

@@ -1,0 +1,69 @@
+"""What many tests begin with: scripted agents, and reading what a session holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from greenroom import AgentConfig, Scripted, ToolRegistry, Transcript, register_default_tools
+from greenroom.runtime.messages import ToolResultBlock
+
+CASES = Path(__file__).parent / "cases"
+WIRE = Path(__file__).parent / "wire"
+
+
+def default_registry() -> ToolRegistry:
+    registry = ToolRegistry()
+    register_default_tools(registry, trust="host")
+    return registry
+
+
+def scripted(*script: Any, **fields: Any) -> AgentConfig:
+    """An agent with this script; the default tools and a host sandbox unless told otherwise."""
+    fields = {"name": "agent", "tools": default_registry(), "sandbox": "host", **fields}
+    return AgentConfig(provider=Scripted(script), **fields)
+
+
+def call(tool: str, **arguments: Any) -> dict[str, Any]:
+    return {"name": tool, "arguments": arguments}
+
+
+def calls(*made: dict[str, Any], **entry: Any) -> dict[str, Any]:
+    """A script's entry: one batch of calls."""
+    return {"calls": list(made), **entry}
+
+
+def bash(command: str) -> dict[str, Any]:
+    """A script's entry: one bash call."""
+    return calls(call("bash", command=command))
+
+
+def results(transcript: Transcript) -> list[ToolResultBlock]:
+    """Every tool result of a transcript, in order."""
+    return [block for message in transcript.messages for block in message.content if isinstance(block, ToolResultBlock)]
+
+
+async def until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
+    """Waits for something outside; fails naming it."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+def alive(marker: str) -> list[int]:
+    """Pids of processes whose command line holds the marker."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if marker.encode() in line and state != "Z":
+                found.append(int(entry.name))
+    return found
