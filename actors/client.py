@@ -43,6 +43,9 @@ from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.view import info_of
 
+JOIN_GRACE = 5.0
+"""Seconds that a stream waits for the outcome of a run whose end it has already told."""
+
 
 def connect(
     address: str | None = None,
@@ -268,6 +271,8 @@ class RaySession(BlockingSession):
         try:
             async for event in follow_command(supervisor, command, run):
                 yield event
+                if event.type == "run_finished":
+                    await asyncio.wait([run], timeout=JOIN_GRACE)  # its answer is on the way: no call is left open
         finally:
             run.cancel()
 

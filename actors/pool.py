@@ -23,9 +23,6 @@ from greenroom.runtime.calls import SandboxSpec
 MAX_USES = 1000
 """Sessions an actor serves before it is replaced."""
 
-IDLE_SANDBOXES = 8
-"""Sandboxes of trees that run nothing which are kept open; beyond it the longest unused one changes hands."""
-
 
 @dataclass(slots=True, eq=False)
 class Slot:
@@ -92,11 +89,15 @@ class SessionPool:
 
 
 class SandboxPool:
-    """Sandbox actors by the root of the tree that has them."""
+    """Sandbox actors by the root of the tree that has them.
 
-    def __init__(self, namespace: str, incarnation: str) -> None:
+    `size`: how many trees that run nothing keep theirs open; beyond it the longest unused one changes hands.
+    """
+
+    def __init__(self, namespace: str, incarnation: str, size: int) -> None:
         self._namespace = namespace
         self._incarnation = incarnation
+        self._size = size
         self._count = 0
         self._open: OrderedDict[str, SandboxInfo] = OrderedDict()
         self._spare: list[Any] = []
@@ -148,7 +149,7 @@ class SandboxPool:
     def _take(self, live: frozenset[str]) -> Any:
         """A spare actor, or that of the tree that has been idle longest, or a new one."""
         idle = [root for root in self._open if root not in live]
-        if len(idle) >= IDLE_SANDBOXES:
+        if len(idle) >= self._size:
             self._locks.pop(idle[0], None)
             return self._open.pop(idle[0]).actor
         return self._spare.pop() if self._spare else self._start()

