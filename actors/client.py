@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -148,7 +148,7 @@ class RayRuntime(BlockingRuntime["RaySession"]):
             ray.shutdown()
         await self.storage.close()
 
-    async def __aenter__(self) -> RayRuntime:
+    async def __aenter__(self) -> Self:
         await self.storage.probe()
         self._started_ray = ensure_ray(self._address)
         try:

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 from greenroom.runtime.blocking import BlockingRuntime, BlockingSession
@@ -125,7 +125,7 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
             await agent.llm.close()
         await self.storage.close()
 
-    async def __aenter__(self) -> Engine:
+    async def __aenter__(self) -> Self:
         await self.storage.probe()
         return self
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from pydantic import BaseModel
 
@@ -117,6 +117,33 @@ class ToolRegistry:
         self._tools: dict[str, Tool] = {}
         for tool in tools:
             self.add_tool(tool)
+
+    @overload
+    def tool(self, function: F) -> F: ...
+
+    @overload
+    def tool(
+        self,
+        function: None = None,
+        *,
+        effect: Effect = "effectful",
+        timeout: float | None = None,
+        name: str | None = None,
+        description: str | None = None,
+        may_interrupt: bool = False,
+    ) -> Callable[[F], F]: ...
+
+    @overload
+    def tool(
+        self,
+        function: F,
+        *,
+        effect: Effect = "effectful",
+        timeout: float | None = None,
+        name: str | None = None,
+        description: str | None = None,
+        may_interrupt: bool = False,
+    ) -> F: ...
 
     def tool(
         self,

@@ -52,7 +52,7 @@ def model_server(folder: Path) -> Iterator[str]:
             [
                 *(str(binary), "-m", str(weights), "--alias", "smollm2", "--host", "127.0.0.1", "--port", str(port)),
                 *("--jinja", "-t", "2", "--device", "none", "--no-ui", "--offline", "--metrics", "--slots"),
-                *("-c", "16384", "-np", "4", "--chat-template-file", str(TEMPLATE)),
+                *("-c", "16384", "-np", "4", "--temp", "0", "-n", "512", "--chat-template-file", str(TEMPLATE)),
                 *("--chat-template-kwargs", '{"enable_thinking":false}'),
             ],
             env={**os.environ, "LD_LIBRARY_PATH": f"{OWN_LIBRARIES}:{binary.parent}"},

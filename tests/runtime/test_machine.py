@@ -45,7 +45,7 @@ REPLY = ModelReplied(calls=0, text="hello", stop_kind="end", usage=Usage(input_t
 ASKS = ModelReplied(calls=1, text=None, stop_kind="tool_calls")
 GOOD = BatchDone(succeeded=1, failed=0)
 BAD = BatchDone(succeeded=0, failed=1, last_error="boom")
-EVENTS = [
+EVENTS: list[Any] = [
     UserSaid(),
     RunStarted(),
     REPLY,
@@ -69,7 +69,8 @@ def ready() -> Ready:
 
 
 def drive(*events: Any, limits: Limits | None = None, state: State | None = None) -> tuple[State, tuple[Any, ...]]:
-    state, effects = state or ready(), ()
+    state = state or ready()
+    effects: tuple[Any, ...] = ()
     for event in events:
         state, effects = machine.step(state, event, limits or Limits())
     return state, effects
