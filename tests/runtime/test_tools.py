@@ -116,7 +116,7 @@ def test_tools_that_cannot_be_offered_are_refused_by_name() -> None:
         with pytest.raises(ConfigError, match=function.__name__):
             registry.tool(function)
     with pytest.raises(ConfigError, match="effect"):
-        registry.tool(lambda: "", effect="harmless", name="x")  # type: ignore[arg-type]  # as above
+        registry.tool(lambda: "", effect="harmless", name="x")  # type: ignore[call-overload]  # as above
 
 
 @pytest.mark.parametrize("row", json.loads((CASES / "C22_argument_coercion.json").read_text())["rows"], ids=str)
