@@ -16,10 +16,13 @@ OBJECT_STORE_BYTES = 128 * 1024 * 1024
 def ensure_ray(address: str | None, *, start: bool = True) -> bool:
     """Makes this process a driver of a Ray: the one it has, the one at `address`, a running one, or a new local one.
 
+    `address` None takes RAY_ADDRESS, as Ray itself does.
+
     True when a local one was started here. Raises ClusterError; with `start=False` also when none is running.
     """
     if ray.is_initialized():
         return False
+    address = address or os.environ.get("RAY_ADDRESS") or None
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # Ray would start every worker through uv
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a notice about accelerators

@@ -1,7 +1,7 @@
 """Runs the open batch of a session: marks before effects, results in call order, the truth after a crash or a cancel.
 
-What may run at all is decided by journal.decide; here it is done. The head is saved before every group of calls (so
-that the batch, the marks of calls with effects and all earlier outcomes are durable first) and never while one runs.
+What may run at all is decided by journal.decide; here it is done. Before a call with an effect begins, the head is
+durable with the batch, the call's mark and all earlier outcomes.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ def open_batch(message: Message, record: Record, toolbox: Toolbox, limits: Limit
 class BatchRun:
     """One drive through the open batch of `record`."""
 
-    def __init__(self, record: Record, limits: Limits, ports: BatchPorts) -> None:
+    def __init__(self, record: Record, limits: Limits, ports: BatchPorts, *, every_save_waits: bool = True) -> None:
         self._record = record
         self._limits = limits
         self._ports = ports
+        self._every_save_waits = every_save_waits
         self._sandbox: TreeSandbox | None = None
         self._opening = asyncio.Lock()
 
@@ -133,7 +134,10 @@ class BatchRun:
         if cancel.cancelled:
             return await self._cancelled({})
         marked = [await self._mark(call) for call in group]
-        await self._record.save()
+        if self._every_save_waits or any(call.effect != "read_only" for call in group):
+            await self._record.save()
+        else:
+            self._record.save_soon()  # a second read does no harm
         if cancel.cancelled:
             return await self._cancelled({})
         tasks: dict[str, asyncio.Task[Outcome | Interrupt]] = {}

@@ -53,7 +53,7 @@ async def run_child(
     found = await storage.checkpoints.read(driver.session_id)
     if found is None:
         raise SessionNotFound(f"there is no session {driver.session_id!r}", session_id=driver.session_id)
-    head, _ = found
+    head = await storage.gathered(found[0])
     try:
         if isinstance(head.state, Ready) and head.state.agent.call_no == 0:
             return await driver.run(task, cancel=cancel)
@@ -61,7 +61,7 @@ async def run_child(
             result = await driver.resume(cancel=cancel)
             if result is not None:
                 return result
-            head = (await storage.checkpoints.read(driver.session_id) or found)[0]
+            head = await storage.gathered((await storage.checkpoints.read(driver.session_id) or found)[0])
         return result_of(head)
     except RunFailed as failed:
         return failed.result

@@ -41,11 +41,15 @@ class Mark(Value):
 
 
 class Outcome(Value):
-    """A call's result. `counts`: a failure of the call itself, which max_consecutive_fail counts."""
+    """A call's result. `counts`: a failure of the call itself, which max_consecutive_fail counts.
+
+    blob: in a stored head, where a large content lies instead.
+    """
 
     content: tuple[ContentBlock, ...]
     is_error: bool = False
     counts: bool = False
+    blob: str | None = None
 
     @classmethod
     def of(cls, output: ToolOutput, *, counts: bool = False) -> Outcome:

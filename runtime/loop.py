@@ -1,7 +1,8 @@
 """The loop: performs what the state machine asks for and feeds back what happened, from a run's start to its stop.
 
 `machine.step` decides, this file acts. Every transition changes the record in memory; it is saved before anything
-that depends on it happens, and a stop is always saved before it is reported.
+that depends on it happens, and a stop is always saved before it is reported; under durability "effects" other saves
+overlap with the next model call.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from greenroom.runtime.results import Failure, FailureKind
 from greenroom.runtime.retry import backoff
 from greenroom.runtime.state import Fail, Interrupted, Reasoning, State, ToolExecuting, WaitingForUser
 from greenroom.runtime.tools.toolbox import Toolbox
+from greenroom.runtime.view import result_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,12 @@ class Loop:
                     break
             assert event is not None, "every effect but a wait that ran out brings an event"
             effects = advance(self._record, event, self._agent.limits)
-            if not isinstance(effects[0], RunBatch | Stop):
-                await self._record.save()  # a batch saves itself with its first marks, a stop with its result
+            if isinstance(effects[0], RunBatch | Stop):
+                continue  # a batch saves itself with its first marks, a stop with its result
+            if self._agent.durability == "step":
+                await self._record.save()
+            else:
+                self._record.save_soon()  # overlaps with the next model call
 
     async def _call_model(self) -> Event:
         ports, agent = self._ports, self._record.head.state.agent
@@ -142,7 +148,8 @@ class Loop:
         batch_ports = BatchPorts(
             self._toolbox, ports.sandboxes, ports.children, ports.emitter, ports.clock, ports.cancel
         )
-        return await BatchRun(self._record, self._agent.limits, batch_ports).run()
+        waits = self._agent.durability == "step"
+        return await BatchRun(self._record, self._agent.limits, batch_ports, every_save_waits=waits).run()
 
     async def _cancel_seen(self, text: str | None = None, *, called: bool = False) -> CancelSeen:
         reason = self._ports.cancel.reason
@@ -173,6 +180,7 @@ def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
 async def save_stop(record: Record, clock: Clock) -> None:
     """Makes a stop durable: nobody owns the session any more, and the run counts."""
     record.update(owner=None, since=clock.time(), revision=record.head.revision + 1, cancel=None)
+    await record.keep_receipt(result_of(record.head))
     await record.save()
 
 

@@ -1,39 +1,62 @@
 """Record: one owned session in memory, and the only place that writes its head.
 
-A save puts immutable objects first, then the head by compare-and-swap. Messages ride in the head and are rolled into a
-segment when they grow; how they lie in the store is nobody else's business.
+A save puts immutable objects first, then the head by compare-and-swap. At most one write is in flight and one is
+pending: what changes meanwhile goes into the pending one, the latest state wins. `save_soon` asks for a write and goes
+on; `save` returns when everything up to here is durable. How messages lie in the store is nobody else's business: they
+ride in the head, are rolled into a segment when they grow, and the references to segments into an index when there are
+many.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from greenroom.runtime.messages import Message
 from greenroom.runtime.ports import IdSource
-from greenroom.runtime.storage.head import CancelMark, Head, Segment
+from greenroom.runtime.results import RunResult
+from greenroom.runtime.storage.head import CancelMark, Head, Receipt, Segment
 from greenroom.runtime.storage.storage import Storage
 
 ROLL_BYTES = 16 * 1024
 """Messages in the head beyond this size are rolled into a segment."""
 
+FOLD_SEGMENTS = 64
+"""References in the head beyond this number are folded into an index object."""
+
+KEPT_RECEIPTS = 64
+"""Answered requests a session remembers; an older one asked again is a new request."""
+
+HEAD_BYTES = 40 * 1024
+"""A head is never larger: inline messages are rolled and the batch is spilled before it would be."""
+
 
 class Record:
-    """`head` is what the next save will write; `messages` the whole transcript."""
+    """`head` is what the next save will write; `messages` the whole transcript.
+
+    durable_write_no: the last write known to have landed. on_lost: called at once when a write finds that the session
+    is not ours any more, or cannot be stored.
+    """
 
     def __init__(self, storage: Storage, ids: IdSource, head: Head, etag: str, messages: tuple[Message, ...]) -> None:
         self.head = head
         self.messages = list(messages)
+        self.durable_write_no = head.write_no
+        self.on_lost: Callable[[], None] = lambda: None
         self._storage = storage
         self._ids = ids
         self._etag = etag
         self._inline_bytes = sum(map(_size, head.inline))
+        self._version = 0  # counts changes asked to be written
+        self._durable_version = 0
+        self._writing: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
 
     @classmethod
     async def load(cls, storage: Storage, ids: IdSource, head: Head, etag: str) -> Record:
         """Raises StorageError when a segment is missing or altered."""
-        stored = await storage.transcripts.read(head.session_id, head.segments)
-        return cls(storage, ids, head, etag, stored + head.inline)
+        return cls(storage, ids, head, etag, await storage.messages_of(head))
 
     def update(self, **fields: Any) -> None:
         """Changes the head in memory."""
@@ -44,18 +67,43 @@ class Record:
         self._inline_bytes += _size(message)
         self.update(inline=(*self.head.inline, message))
 
-    async def save(self) -> None:
-        """Writes the head; when it returns, everything up to here is durable. Raises StorageError.
+    def save_soon(self) -> None:
+        """Asks for the head as it is now to be written; raises the error of an earlier write."""
+        if self._error is not None:
+            raise self._error
+        self._version += 1
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write_pending())
 
-        A save that has begun is not cut off by a cancellation of its caller: it may have landed.
+    async def save(self) -> None:
+        """Writes the head as it is now; when it returns, everything up to here is durable. Raises StorageError.
+
+        A write that has begun is not cut off by a cancellation of its caller: it may have landed.
         """
-        self.update(write_no=self.head.write_no + 1, write_id=self._ids.new_id())
-        writing = asyncio.ensure_future(self._write(self.head))
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])
-            raise
+        self.save_soon()
+        version = self._version
+        while self._durable_version < version:
+            if self._error is not None:
+                raise self._error
+            assert self._writing is not None, "somebody writes while something is pending"
+            await asyncio.wait([self._writing])
+        if self._error is not None:
+            raise self._error
+
+    async def settle(self) -> None:
+        """Waits for writes under way, whatever becomes of them."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def keep_receipt(self, result: RunResult) -> None:
+        """Keeps the result for a request that its caller named; part of the save that ends the run."""
+        claim = self.head.claim
+        if claim is None or not claim.given:
+            return
+        blob = await self._storage.put_blob(self.head.session_id, result.model_dump_json().encode())
+        if blob is not None:
+            receipt = Receipt(request_id=claim.request_id, digest=claim.digest, blob=blob)
+            self.update(receipts=(*self.head.receipts, receipt)[-KEPT_RECEIPTS:])
 
     async def mark_cancelled(self, reason: str, now: float) -> None:
         """The first act of a cancellation: from here on nobody goes on with this run, whatever dies."""
@@ -63,13 +111,53 @@ class Record:
             self.update(cancel=CancelMark(reason=reason, at=now))
             await self.save()
 
-    async def _write(self, head: Head) -> None:
-        if head.inline and (self._inline_bytes > ROLL_BYTES or not self._storage.inlines):
-            name = f"{head.epoch}-{head.write_no}-{head.write_id}"
-            ref = await self._storage.transcripts.append(head.session_id, Segment(name, head.inline))
-            self.update(segments=(*head.segments, ref), inline=())
-            self._inline_bytes = 0
-        self._etag = await self._storage.checkpoints.save(self.head.session_id, self.head, self._etag)
+    async def _write_pending(self) -> None:
+        try:
+            while self._durable_version < self._version:
+                version = self._version
+                await self._write()
+                self._durable_version = version
+        except Exception as error:  # told to whoever saves next, and to the run at once
+            self._error = error
+            self.on_lost()
+        finally:
+            self._writing = None
+
+    async def _write(self) -> None:
+        """One head write: what it refers to first."""
+        self.update(write_no=self.head.write_no + 1, write_id=self._ids.new_id())
+        taken = self.head
+        written = await self._laid_out(taken)
+        self._etag = await self._storage.checkpoints.save(taken.session_id, written, self._etag)
+        self.durable_write_no = taken.write_no
+        rolled = len(taken.inline) - len(written.inline)
+        fresh = self.head.inline[rolled:]  # what was appended during the write stays
+        self.update(segments=written.segments, index=written.index, inline=fresh)
+        if rolled:
+            self._inline_bytes = sum(map(_size, fresh))
+
+    async def _laid_out(self, head: Head) -> Head:
+        """The head as it will lie in the store, within its bound: large parts in objects of their own."""
+        storage = self._storage
+        name = f"{head.epoch}-{head.write_no}-{head.write_id}"
+        spilled = await storage.spill_values(head)
+        full = storage.inlines and _estimate(spilled, self._inline_bytes) > HEAD_BYTES
+        if head.inline and (full or self._inline_bytes > ROLL_BYTES or not storage.inlines):
+            ref = await storage.transcripts.append(head.session_id, Segment(name, head.inline))
+            spilled = spilled.model_copy(update={"segments": (*head.segments, ref), "inline": ()})
+        if full:
+            spilled = await storage.spill_batch(spilled)
+        if len(spilled.segments) > FOLD_SEGMENTS:
+            spilled = await storage.fold(spilled, name)
+        return spilled
+
+
+def _estimate(head: Head, inline_bytes: int) -> int:
+    """About the size of the head in bytes, never much below it; cheap while it is small."""
+    rough = inline_bytes + 200 * len(head.segments) + 300 * len(head.receipts) + 400 * len(head.children) + 4096
+    if head.batch is not None:
+        rough += sum(600 + len(call.arguments) * 64 for call in head.batch.calls)
+    return rough if rough <= HEAD_BYTES else len(head.encode())
 
 
 def _size(message: Message) -> int:

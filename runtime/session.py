@@ -46,6 +46,7 @@ from greenroom.runtime.verbs import (
     judge_run,
     judge_submit,
     may_park,
+    receipt_for,
     replay,
 )
 from greenroom.runtime.view import result_of
@@ -191,7 +192,7 @@ class SessionDriver:
             try:
                 for _ in range(RACE_ATTEMPTS):
                     head, etag = await self._read()
-                    replayed = None if recovering else replay(head, claim)
+                    replayed = None if recovering else await self._replayed(head, claim)
                     plan = judge(head) if replayed is None else replayed
                     if not isinstance(plan, Plan):
                         return plan
@@ -219,7 +220,7 @@ class SessionDriver:
             agent.llm.preflight()
             Toolbox(agent).preflight(sandbox.spec.kind if sandbox is not None else None)
         if plan.take_over:
-            head, etag = await host.storage.checkpoints.acquire(self.session_id, host.owner)
+            head, etag = await self._acquire()
             if not in_flight(head.state):  # its owner came to a stop just before
                 await self._release(head, etag)
                 return None
@@ -251,6 +252,7 @@ class SessionDriver:
         host = self._host
         emitter = Emitter(self.session_id, record.head.epoch, self.events, host.clock)
         children = host.children.children_of(record.head, agent)
+        record.on_lost = lambda: token.cancel("the session cannot be saved any more")
         request = record.head.claim.request_id if record.head.claim is not None else None
         emitter.emit("run_started", revision=record.head.revision, request_id=request)
         if plan.take_over:
@@ -269,8 +271,16 @@ class SessionDriver:
             raise failed from error
         finally:
             alarm.cancel()
+            await record.settle()
         emitter.emit("run_finished", result=result)
         return result
+
+    async def _replayed(self, head: Head, claim: Claim) -> RunResult | None:
+        receipt = receipt_for(head, claim)
+        if receipt is None:
+            return replay(head, claim)
+        body = await self._host.storage.get_blob(self.session_id, receipt.blob)
+        return None if body is None else checked(RunResult.model_validate_json(body))
 
     async def _park(self, reason: str) -> RunResult | None:
         host = self._host
@@ -280,7 +290,7 @@ class SessionDriver:
                 if not may_park(head):
                     return None
                 if head.owner is not None:
-                    head, etag = await host.storage.checkpoints.acquire(self.session_id, host.owner)
+                    head, etag = await self._acquire()
                     if not in_flight(head.state):
                         await self._release(head, etag)
                         continue
@@ -308,7 +318,12 @@ class SessionDriver:
                 session_id=self.session_id,
                 hint="See `greenroom session list`, and that the store is the right one",
             )
-        return found
+        head, etag = found
+        return await self._host.storage.gathered(head), etag
+
+    async def _acquire(self) -> tuple[Head, str]:
+        head, etag = await self._host.storage.checkpoints.acquire(self.session_id, self._host.owner)
+        return await self._host.storage.gathered(head), etag
 
     async def _agent_of(self, head: Head) -> tuple[str, AgentConfig]:
         if self.agent is not None:
@@ -322,7 +337,8 @@ class SessionDriver:
             token.cancel(f"time limit of {min(limits):g} s")
 
     def _claim(self, request_id: str | None, verb: str, content: Any) -> Claim:
-        return claim_of(request_id or self._host.ids.new_id(), verb, content)
+        given = request_id is not None
+        return claim_of(request_id or self._host.ids.new_id(), verb, content, given=given)
 
     def _kept_changing(self) -> SessionBusy:
         return SessionBusy(

@@ -40,15 +40,14 @@ async def read_head(storage: Storage, session_id: str) -> Head:
             session_id=session_id,
             hint="See `greenroom session list`, and that the store is the right one",
         )
-    return found[0]
+    return await storage.gathered(found[0])
 
 
 async def read_transcript(storage: Storage, session_id: str) -> Transcript:
     head = await read_head(storage, session_id)
-    stored = await storage.transcripts.read(session_id, head.segments)
     return Transcript(
         session_id=session_id,
-        messages=stored + head.inline,
+        messages=await storage.messages_of(head),
         parent=head.parent,
         children=tuple(head.children.values()),
     )
@@ -59,4 +58,4 @@ async def list_sessions(storage: Storage, prefix: str = "", state: str | None = 
     async for sid in storage.session_ids(prefix):
         found = await storage.checkpoints.read(sid)
         if found is not None and state in (None, found[0].state.name):
-            yield info_of(found[0])
+            yield info_of(await storage.gathered(found[0]))

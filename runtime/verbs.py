@@ -25,7 +25,7 @@ from greenroom.runtime.machine import Answered, Event, Resumed, RunStarted, User
 from greenroom.runtime.messages import Message
 from greenroom.runtime.results import RunResult, RunStatus
 from greenroom.runtime.state import Interrupted, Ready, WaitingForUser, in_flight
-from greenroom.runtime.storage.head import Claim, Head
+from greenroom.runtime.storage.head import Claim, Head, Receipt
 from greenroom.runtime.tools.output import clean
 from greenroom.runtime.view import open_interrupt, result_of
 
@@ -106,9 +106,17 @@ def may_park(head: Head) -> bool:
     return head.owner is not None or isinstance(head.state, WaitingForUser) or fresh_child or in_flight(head.state)
 
 
-def claim_of(request_id: str, verb: str, content: Any) -> Claim:
+def claim_of(request_id: str, verb: str, content: Any, *, given: bool) -> Claim:
     digest = hashlib.sha256(compact_json([verb, content]).encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    return Claim(request_id=request_id, verb=verb, digest=digest)
+    return Claim(request_id=request_id, verb=verb, digest=digest, given=given)
+
+
+def receipt_for(head: Head, claim: Claim) -> Receipt | None:
+    """The receipt of a request that was answered before; raises RequestConflict when it had other content."""
+    receipt = next((kept for kept in head.receipts if kept.request_id == claim.request_id), None)
+    if receipt is not None and receipt.digest != claim.digest:
+        raise _other_content(head, claim)
+    return receipt
 
 
 def replay(head: Head, claim: Claim) -> RunResult | None:
@@ -116,11 +124,7 @@ def replay(head: Head, claim: Claim) -> RunResult | None:
     if head.claim is None or head.claim.request_id != claim.request_id:
         return None
     if head.claim.digest != claim.digest:
-        raise RequestConflict(
-            f"request {claim.request_id!r} came before with other content",
-            session_id=head.session_id,
-            hint="Use a new request_id for a new request",
-        )
+        raise _other_content(head, claim)
     if head.owner is not None:
         raise ClaimHeld(f"request {claim.request_id!r} is being worked on", session_id=head.session_id)
     return checked(result_of(head))
@@ -133,8 +137,16 @@ def checked(result: RunResult) -> RunResult:
     return result
 
 
+def _other_content(head: Head, claim: Claim) -> RequestConflict:
+    return RequestConflict(
+        f"request {claim.request_id!r} came before with other content",
+        session_id=head.session_id,
+        hint="Use a new request_id for a new request",
+    )
+
+
 def has_messages(head: Head) -> bool:
-    return bool(head.segments or head.inline)
+    return bool(head.index or head.segments or head.inline)
 
 
 def user_message(text: str) -> Message:

@@ -42,7 +42,7 @@ def greenroom(folder: Path, *arguments: str, **environment: str) -> subprocess.C
     return subprocess.run(
         [sys.executable, "-m", "greenroom", *arguments],
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "RAY_ADDRESS": "local", **environment},
         capture_output=True,
         text=True,
         timeout=120,

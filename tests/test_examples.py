@@ -24,7 +24,7 @@ def run(program: Path, folder: Path, **environment: str) -> str:
     ran = subprocess.run(
         [sys.executable, str(program)],
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "RAY_ADDRESS": "local", **environment},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,13 +1,17 @@
 """The head: the one mutable object of a session, and the segments it points to. Values and their JSON form.
 
 A head holds everything a new owner needs: who owns the session, its state, the open batch, where its messages lie.
-Values are versioned JSON, never pickle; a version newer than ours is refused and left untouched.
+Values are versioned JSON, never pickle; older versions are brought up when they are read, a newer one is refused and
+left untouched.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,11 +19,12 @@ from pydantic import Field, ValidationError
 
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import NewerSchema, StorageError
+from greenroom.runtime.ids import root_of
 from greenroom.runtime.journal import Batch
 from greenroom.runtime.messages import Message, Usage, Value
-from greenroom.runtime.state import State
+from greenroom.runtime.state import AgentState, Ready, State
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class SegmentRef(Value):
@@ -58,21 +63,31 @@ class CancelMark(Value):
 
 
 class Claim(Value):
-    """The request that the current run, or the last one, answers."""
+    """The request that the current run, or the last one, answers; `given`: by its caller, who may ask again."""
 
     request_id: str
     verb: str
     digest: str
+    given: bool = False
+
+
+class Receipt(Value):
+    """A request that was answered: asked again with the same content, it gets the same result, from a blob."""
+
+    request_id: str
+    digest: str
+    blob: str
 
 
 class Head(Value):
     """See the module docstring.
 
     since: Unix seconds of the last change of owner or stop; epoch_write_no: the write that began this epoch;
-    host_fence: an embedding host's own number; usage_before: what the session had used when this run began.
+    host_fence: an embedding host's own number; usage_before: what the session had used when this run began; index:
+    where the references of earlier segments lie; batch_blob: where the batch lies when it is too large for the head.
     """
 
-    schema_version: int = Field(default=SCHEMA_VERSION, ge=1, le=SCHEMA_VERSION)
+    schema_version: int = Field(default=SCHEMA_VERSION, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
     session_id: str
     root: str
     parent: str | None = None
@@ -94,9 +109,12 @@ class Head(Value):
     sandbox: SandboxRef | None = None
     state: State
     batch: Batch | None = None
+    batch_blob: str | None = None
     children: dict[str, str] = Field(default_factory=dict)
+    index: SegmentRef | None = None
     segments: tuple[SegmentRef, ...] = ()
     inline: tuple[Message, ...] = ()
+    receipts: tuple[Receipt, ...] = ()
     usage_before: Usage = Usage()
 
     def encode(self) -> bytes:
@@ -104,11 +122,13 @@ class Head(Value):
 
 
 def decode_head(body: bytes, key: str) -> Head:
-    """The head in `body`; raises NewerSchema or StorageError(serde), both naming the key."""
+    """The head in `body`, brought up to this schema; raises NewerSchema or StorageError(serde), both naming the key."""
     try:
         return Head.model_validate_json(body)
     except ValidationError as error:
         version = _schema_version(body)
+        if version is not None and version < SCHEMA_VERSION:
+            return _migrated(body, version, key)
         if version is not None and version > SCHEMA_VERSION:
             raise NewerSchema(
                 f"{key} was written with schema version {version}, this is version {SCHEMA_VERSION}",
@@ -116,14 +136,7 @@ def decode_head(body: bytes, key: str) -> Head:
                 key=key,
                 hint="It was left untouched: use the newer Greenroom that wrote it",
             ) from None
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise StorageError(
-            f"{key} is no valid head: {where}: {first['msg']}",
-            kind="serde",
-            key=key,
-            hint="The object was damaged or changed by something else; restore it from a backup",
-        ) from None
+        raise _damaged(error, key) from None
 
 
 def decode_segment(body: bytes, ref: SegmentRef, key: str) -> tuple[Message, ...]:
@@ -142,6 +155,63 @@ def ref_of(segment: Segment, body: bytes) -> SegmentRef:
     return SegmentRef(
         name=segment.name, count=len(segment.messages), size=len(body), sha256=hashlib.sha256(body).hexdigest()
     )
+
+
+def _to_2(document: dict[str, Any]) -> dict[str, Any]:
+    """Version 2 added index, batch_blob and receipts, all empty at first."""
+    return document | {"index": None, "batch_blob": None, "receipts": []}
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2}
+"""From a version to the one after it."""
+
+
+def _migrated(body: bytes, version: int, key: str) -> Head:
+    document: dict[str, Any] = json.loads(body)
+    while version in MIGRATIONS:
+        document = MIGRATIONS[version](document)
+        version += 1
+    try:
+        return Head.model_validate(document | {"schema_version": version}, strict=False)
+    except ValidationError as error:
+        raise _damaged(error, key) from None
+
+
+def _damaged(error: ValidationError, key: str) -> StorageError:
+    first = error.errors(include_input=False, include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the document"
+    return StorageError(
+        f"{key} is no valid head: {where}: {first['msg']}",
+        kind="serde",
+        key=key,
+        hint="The object was damaged or changed by something else; restore it from a backup",
+    )
+
+
+def tombstone_of(sid: str, head: Head | None) -> Head:
+    """What stays of a deleted session: its ids, its children's, a higher epoch. Also of one that never had a head."""
+    if head is None:
+        head = Head(session_id=sid, root=root_of(sid), agent="", state=Ready(agent=AgentState(session_id=sid)))
+    return Head(
+        session_id=sid,
+        root=head.root,
+        parent=head.parent,
+        agent=head.agent,
+        epoch=head.epoch + 1,
+        since=time.time(),
+        write_no=head.write_no + 1,
+        write_id=uuid.uuid4().hex,
+        revision=head.revision,
+        host_fence=head.host_fence,
+        life="tombstone",
+        children=head.children,
+        state=Ready(agent=AgentState(session_id=sid)),
+    )
+
+
+def names_in_index(body: bytes) -> list[str]:
+    """Names of the segments that an index refers to."""
+    return [str(ref["name"]) for ref in json.loads(body)]
 
 
 def _schema_version(body: bytes) -> int | None:

@@ -1,7 +1,7 @@
 """SessionStore: CheckpointStore and TranscriptStore, once, over any ObjectStore.
 
     tree/{root}/{sid}/head                                       mutable, by compare-and-swap
-    tree/{root}/{sid}/seg/{epoch}-{write_no}-{write_id}.jsonl    immutable
+    tree/{root}/{sid}/seg/{epoch}-{write_no}-{write_id}.jsonl    immutable; so are index/… and blob/… (layout.py)
     agent/{digest}.json                                          immutable
     active/{sid}                                                 there while a run is owned
 
@@ -12,6 +12,7 @@ compares write ids. It never changes what a caller gave it beyond ownership in `
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from typing import overload
@@ -32,10 +33,25 @@ from greenroom.runtime.errors import (
 from greenroom.runtime.ids import encode_id, root_of
 from greenroom.runtime.messages import Message
 from greenroom.runtime.ports import ObjectStore
-from greenroom.runtime.storage.head import Head, Segment, SegmentRef, decode_head, decode_segment, ref_of
+from greenroom.runtime.storage.head import (
+    Head,
+    Segment,
+    SegmentRef,
+    decode_head,
+    decode_segment,
+    names_in_index,
+    ref_of,
+    tombstone_of,
+)
 
-DECIDE_ATTEMPTS = 5
+DECIDE_ATTEMPTS = 8
 """Times an undecided write is tried again before it is reported."""
+
+DECIDE_PAUSE = 0.05
+"""Seconds before the second try of an undecided write; doubled for each further one."""
+
+KNOWN_BLOBS = 4096
+"""Blobs a process remembers to have written, so that it does not write them again with every save."""
 
 
 class SessionStore:
@@ -44,6 +60,7 @@ class SessionStore:
     def __init__(self, objects: ObjectStore, prefix: str = "") -> None:
         self.objects = objects
         self._prefix = prefix
+        self._known_blobs: set[tuple[str, str]] = set()
 
     # -- heads
 
@@ -69,19 +86,22 @@ class SessionStore:
     async def create(self, sid: str, head: Head) -> str:
         body, key = head.encode(), self._head_key(sid)
         await self._mark_active(head)
-        for _ in range(DECIDE_ATTEMPTS):
+        refused: StorageError | None = None
+        for attempt in range(DECIDE_ATTEMPTS):
+            await _pause(attempt)
             try:
                 return await self.objects.put_if_absent(key, body)
-            except (AlreadyExists, Undecided) as refused:
-                found = await self.objects.get(key)
-                if found is None:
-                    continue  # on create, missing means not landed
-                if decode_head(found[0], key).write_id == head.write_id:
-                    return found[1]
-                raise SessionExists(
-                    f"session {sid!r} is already there", session_id=sid, hint="Open it, or choose another id"
-                ) from refused
-        raise Undecided(f"{key}: the store never said whether the head was created", kind="unavailable", key=key)
+            except (AlreadyExists, Undecided) as error:
+                refused = error
+            found = await self._look(key)
+            if found is None:
+                continue  # missing means not landed on create; an unreadable one is looked at again
+            if decode_head(found[0], key).write_id == head.write_id:
+                return found[1]
+            raise SessionExists(
+                f"session {sid!r} is already there", session_id=sid, hint="Open it, or choose another id"
+            ) from refused
+        raise _never_said(key) from refused
 
     async def acquire(self, sid: str, owner: str) -> tuple[Head, str]:
         while True:
@@ -105,6 +125,8 @@ class SessionStore:
 
     async def save(self, sid: str, head: Head, etag: str) -> str:
         body, key = head.encode(), self._head_key(sid)
+        if head.host_fence:
+            await self._check_host_fence(sid, head, key)
         if head.owner is not None and head.write_no == head.epoch_write_no:
             await self._mark_active(head)
         new = await self._decide(sid, key, body, head, etag)
@@ -113,30 +135,116 @@ class SessionStore:
         return new
 
     async def delete(self, sid: str) -> None:
-        await self.objects.delete(self._head_key(sid))
+        """Makes the head a tombstone, which fences every owner, then removes the session's data. Repeatable.
+
+        The tombstone stays and keeps the children's ids, so that deleting a tree can go on after a crash.
+        """
+        key = self._head_key(sid)
+        while True:
+            found = await self.objects.get(key)
+            head = None if found is None else decode_head(found[0], key)
+            if head is not None and head.life == "tombstone":
+                break
+            buried = tombstone_of(sid, head)
+            try:
+                if found is None:
+                    await self.objects.put_if_absent(key, buried.encode())
+                else:
+                    await self.objects.put_if_match(key, buried.encode(), found[1])
+            except (AlreadyExists, PreconditionFailed, NotFound, Undecided):
+                continue  # somebody wrote meanwhile, or nobody knows: look again
         await self.objects.delete(self._active_key(sid))
+        await self.remove(sid)
+
+    async def delete_tree(self, sid: str) -> list[str]:
+        """Deletes a session and everything below it, top-down; answers the ids. Repeatable after a crash anywhere."""
+        gone, waiting = [], [sid]
+        while waiting:
+            current = waiting.pop(0)
+            await self.delete(current)
+            gone.append(current)
+            found = await self.objects.get(self._head_key(current))
+            if found is not None:
+                waiting += decode_head(found[0], self._head_key(current)).children.values()
+        return gone
+
+    async def collect_garbage(self, older_than: float, now: float) -> int:
+        """Removes tombstones older than so many seconds and segments that nobody refers to; answers how many objects.
+
+        A segment is only unreferenced when a later write of its session has landed: one of a write under way stays.
+        """
+        removed = 0
+        base = f"{self._prefix}tree/"
+        async for key in self.objects.list(base):
+            sid, _, rest = key[len(base) :].partition("/")[2].partition("/")
+            if rest != "head":
+                continue
+            found = await self.objects.get(key)
+            if found is None:
+                continue
+            head = decode_head(found[0], key)
+            if head.life == "tombstone":
+                if now - head.since > older_than:
+                    await self.remove(unquote(sid))
+                    await self.objects.delete(key)
+                    removed += 1
+            else:
+                removed += await self._remove_unreferenced(unquote(sid), head)
+        return removed
+
+    async def _remove_unreferenced(self, sid: str, head: Head) -> int:
+        kept = {ref.name for ref in head.segments}
+        if head.index is not None:
+            kept |= set(names_in_index(await self.get_index(sid, head.index.name)))
+        dead = []
+        for part, names in (("seg/", kept), ("index/", {head.index.name} if head.index is not None else set())):
+            prefix = self._session_key(sid, part)
+            async for key in self.objects.list(prefix):
+                name = key[len(prefix) :].removesuffix(".jsonl")
+                if name not in names and int(name.split("-")[1]) <= head.write_no:
+                    dead.append(key)
+        await self.objects.delete_many(dead)
+        return len(dead)
+
+    async def _check_host_fence(self, sid: str, head: Head, key: str) -> None:
+        found = await self.objects.get(key)
+        stored = 0 if found is None else decode_head(found[0], key).host_fence
+        if stored > head.host_fence:
+            raise Fenced(f"session {sid!r} was fenced by host fence {stored}, this is {head.host_fence}", key=key)
 
     async def _decide(self, sid: str, key: str, body: bytes, head: Head, etag: str) -> str:
-        for _ in range(DECIDE_ATTEMPTS):
+        """Writes the head, the same bytes again until it is known what became of them."""
+        refused: StorageError | None = None
+        for attempt in range(DECIDE_ATTEMPTS):
+            await _pause(attempt)
             try:
                 return await self.objects.put_if_match(key, body, etag)
-            except (PreconditionFailed, NotFound, Undecided) as refused:
+            except (PreconditionFailed, NotFound, Undecided) as error:
+                refused = error
+            try:
                 found = await self.objects.get(key)
-                if found is None:
-                    raise Deleted(f"session {sid!r} was deleted", kind="not_found", key=key) from refused
-                stored = decode_head(found[0], key)
-                if stored.write_id == head.write_id:
-                    return found[1]
-                if stored.life == "tombstone":
-                    raise Deleted(f"session {sid!r} was deleted", kind="not_found", key=key) from refused
-                if stored.epoch > head.epoch:
-                    raise Fenced(
-                        f"session {sid!r} was taken over by {stored.owner or 'another owner'} at epoch {stored.epoch}",
-                        key=key,
-                    ) from refused
-                if found[1] != etag:
-                    raise Conflict(f"session {sid!r} was changed by somebody else", key=key) from refused
-        raise Undecided(f"{key}: the store never said whether the head was written", kind="unavailable", key=key)
+            except StorageError as away:
+                refused = away
+                continue  # still undecided
+            if found is None:
+                raise Deleted(f"session {sid!r} was deleted", kind="not_found", key=key) from refused
+            stored = decode_head(found[0], key)
+            if stored.write_id == head.write_id:
+                return found[1]
+            if stored.life == "tombstone":
+                raise Deleted(f"session {sid!r} was deleted", kind="not_found", key=key) from refused
+            if stored.epoch > head.epoch:
+                owner = stored.owner or "another owner"
+                raise Fenced(f"session {sid!r} was taken over by {owner} at epoch {stored.epoch}", key=key) from refused
+            if found[1] != etag:
+                raise Conflict(f"session {sid!r} was changed by somebody else", key=key) from refused
+        raise _never_said(key) from refused
+
+    async def _look(self, key: str) -> tuple[bytes, str] | None:
+        try:
+            return await self.objects.get(key)
+        except StorageError:
+            return None
 
     # -- messages
 
@@ -150,20 +258,48 @@ class SessionStore:
         return tuple(message for part in parts for message in part)
 
     async def remove(self, sid: str) -> None:
-        prefix = self._session_key(sid, "seg/")
-        await self.objects.delete_many([key async for key in self.objects.list(prefix)])
+        """Deletes a session's segments, indices and blobs; its head stays."""
+        for part in ("seg/", "index/", "blob/"):
+            prefix = self._session_key(sid, part)
+            await self.objects.delete_many([key async for key in self.objects.list(prefix)])
 
-    async def _read_segment(self, sid: str, ref: SegmentRef) -> tuple[Message, ...]:
-        key = self._segment_key(sid, ref.name)
+    async def put_index(self, sid: str, name: str, body: bytes) -> None:
+        await self._put_immutable(self._session_key(sid, f"index/{name}"), body)
+
+    async def get_index(self, sid: str, name: str) -> bytes:
+        return await self._get_immutable(self._session_key(sid, f"index/{name}"))
+
+    async def put_blob(self, sid: str, body: bytes) -> str:
+        """The blob's name: the hash of its content."""
+        name = hashlib.sha256(body).hexdigest()
+        if (sid, name) not in self._known_blobs:
+            await self._put_immutable(self._session_key(sid, f"blob/{name}"), body)
+            if len(self._known_blobs) >= KNOWN_BLOBS:
+                self._known_blobs.clear()
+            self._known_blobs.add((sid, name))
+        return name
+
+    async def get_blob(self, sid: str, name: str) -> bytes:
+        key = self._session_key(sid, f"blob/{name}")
+        body = await self._get_immutable(key)
+        if hashlib.sha256(body).hexdigest() != name:
+            raise StorageError(f"{key} does not have the content it is named by", kind="serde", key=key)
+        return body
+
+    async def _get_immutable(self, key: str) -> bytes:
         found = await self.objects.get(key)
         if found is None:
             raise StorageError(
-                f"{key} is missing: session {sid!r} refers to it",
+                f"{key} is missing: its session refers to it",
                 kind="not_found",
                 key=key,
-                hint="The transcript cannot be read without it; restore it from a backup",
+                hint="The session cannot be read without it; restore it from a backup",
             )
-        return decode_segment(found[0], ref, key)
+        return found[0]
+
+    async def _read_segment(self, sid: str, ref: SegmentRef) -> tuple[Message, ...]:
+        key = self._segment_key(sid, ref.name)
+        return decode_segment(await self._get_immutable(key), ref, key)
 
     # -- agents and listings
 
@@ -196,15 +332,17 @@ class SessionStore:
             await self._put_immutable(self._active_key(head.session_id), b"")
 
     async def _put_immutable(self, key: str, body: bytes) -> None:
-        for _ in range(DECIDE_ATTEMPTS):
+        refused: StorageError | None = None
+        for attempt in range(DECIDE_ATTEMPTS):
+            await _pause(attempt)
             try:
                 await self.objects.put_if_absent(key, body)
                 return
             except AlreadyExists:
                 return  # named by content or by a unique write: the same object
-            except Undecided:
-                continue
-        raise Undecided(f"{key}: the store never said whether it was written", kind="unavailable", key=key)
+            except Undecided as error:
+                refused = error
+        raise _never_said(key) from refused
 
     def _head_key(self, sid: str) -> str:
         return self._session_key(sid, "head")
@@ -220,3 +358,17 @@ class SessionStore:
 
     def _agent_key(self, digest: str) -> str:
         return f"{self._prefix}agent/{digest}.json"
+
+
+async def _pause(attempt: int) -> None:
+    if attempt:
+        await asyncio.sleep(DECIDE_PAUSE * 2 ** (attempt - 1))
+
+
+def _never_said(key: str) -> Undecided:
+    return Undecided(
+        f"{key}: the store never said what became of a write",
+        kind="unavailable",
+        key=key,
+        hint="Nothing is lost that was saved before; `resume` goes on when the store is back",
+    )

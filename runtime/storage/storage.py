@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from greenroom.runtime.errors import ConfigError
+from greenroom.runtime.messages import Message
 from greenroom.runtime.ports import CheckpointStore, ObjectStore, TranscriptStore
+from greenroom.runtime.storage import layout
+from greenroom.runtime.storage.files import FileObjectStore
+from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.memory import MemoryObjectStore
+from greenroom.runtime.storage.s3 import S3ObjectStore
 from greenroom.runtime.storage.session_store import SessionStore
 from greenroom.runtime.storage.sqlite import SqliteObjectStore
 
-URL_KINDS = "memory: or sqlite:///FILE"
+URL_KINDS = "memory:, sqlite:///FILE, file:///FOLDER or s3://BUCKET/PREFIX?endpoint=URL&region=NAME"
 
 
 class Storage:
@@ -39,7 +44,8 @@ class Storage:
     def open(cls, url: str) -> Storage:
         """A storage from its URL, lazily: nothing is opened before the first use. Raises ConfigError.
 
-        `memory:`; `sqlite:///file.db` relative to the working folder, a fourth slash makes it absolute.
+        `memory:`; `sqlite:///file.db` and `file:///folder` relative to the working folder, a fourth slash makes them
+        absolute; `s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1`.
         """
         if url == "memory:":
             return cls.over(MemoryObjectStore(), url=url)
@@ -47,6 +53,11 @@ class Storage:
         if scheme == "sqlite" and separator and rest.startswith("/") and len(rest) > 1:
             path = Path(rest[1:]).absolute()
             return cls.over(SqliteObjectStore(path), url=f"sqlite:///{path}")
+        if scheme == "file" and separator and rest.startswith("/") and len(rest) > 1:
+            path = Path(rest[1:]).absolute()
+            return cls.over(FileObjectStore(path), url=f"file:///{path}")
+        if scheme == "s3" and separator:
+            return cls.over(S3ObjectStore.from_url(url), url=url)
         raise ConfigError(f"{url!r} is no store", hint=f"A store is {URL_KINDS}")
 
     @classmethod
@@ -64,6 +75,41 @@ class Storage:
     def inlines(self) -> bool:
         """Whether heads may carry messages: not when transcripts have a backend of their own."""
         return id(self.checkpoints) == id(self.transcripts)
+
+    # Large parts of a session: only stores over objects lay them apart, a host's own ports get whole heads.
+
+    async def spill_values(self, head: Head) -> Head:
+        store = self._own()
+        return head if store is None else await layout.spill_values(store, head)
+
+    async def spill_batch(self, head: Head) -> Head:
+        store = self._own()
+        return head if store is None else await layout.spill_batch(store, head)
+
+    async def fold(self, head: Head, name: str) -> Head:
+        store = self._own()
+        return head if store is None else await layout.fold(store, head, name)
+
+    async def gathered(self, head: Head) -> Head:
+        """A head as it was read, with its batch whole again."""
+        store = self._own()
+        return head if store is None else await layout.gathered(store, head)
+
+    async def messages_of(self, head: Head) -> tuple[Message, ...]:
+        """The whole transcript of a head; raises StorageError when a part is missing or altered."""
+        store = self._own()
+        if store is not None:
+            return await layout.messages_of(store, head)
+        return (*await self.transcripts.read(head.session_id, head.segments), *head.inline)
+
+    async def put_blob(self, sid: str, body: bytes) -> str | None:
+        """Keeps bytes under the hash of their content; None for a storage that keeps none."""
+        store = self._own()
+        return None if store is None else await store.put_blob(sid, body)
+
+    async def get_blob(self, sid: str, name: str) -> bytes | None:
+        store = self._own()
+        return None if store is None else await store.get_blob(sid, name)
 
     async def probe(self) -> None:
         """Raises StorageError when the store cannot be used."""
@@ -88,6 +134,10 @@ class Storage:
     async def close(self) -> None:
         if self.objects is not None:
             await self.objects.close()
+
+    def _own(self) -> SessionStore | None:
+        """Our own store over objects, when it serves both roles."""
+        return self.checkpoints if self.inlines and isinstance(self.checkpoints, SessionStore) else None
 
     def _listing(self) -> SessionStore:
         if not isinstance(self.checkpoints, SessionStore):

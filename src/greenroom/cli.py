@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from greenroom import __version__, console
 from greenroom.embedded import AgentRuntime
 from greenroom.runtime.config import AgentConfig, load_attribute
 from greenroom.runtime.errors import (
+    ClusterError,
     ConfigError,
     GreenroomError,
     PreflightError,
@@ -175,10 +177,10 @@ def session_cancel(
             head = await read_head(storage, session)
         if not may_park(head):
             return None
-        live_on_ray = head.owner is not None and head.owner.startswith("ray:")
-        with contextlib.suppress(GreenroomError):  # no Ray there: nobody runs it any more, the store alone decides
-            if live_on_ray:
-                async with _attached(url) as runtime:
+        kind, namespace, _ = f"{head.owner or ''}::".split(":", 2)
+        with contextlib.suppress(ClusterError):  # no Ray there: nobody runs it any more, the store alone decides
+            if kind == "ray":
+                async with _attached(url, namespace) as runtime:
                     return await (await runtime.open(session)).cancel(reason)
         async with AgentRuntime(url) as embedded:
             return await embedded.handle(session).cancel(reason)
@@ -276,16 +278,21 @@ async def _runtime(url: str, *, local: bool) -> AsyncIterator[Runtime]:
     else:
         from greenroom.actors.client import connect
 
-        async with connect(storage=url) as on_ray:
+        async with connect(storage=url, namespace=_namespace_of(url)) as on_ray:
             yield on_ray
 
 
 @asynccontextmanager
-async def _attached(url: str) -> AsyncIterator[Runtime]:
+async def _attached(url: str, namespace: str) -> AsyncIterator[Runtime]:
     from greenroom.actors.client import connect
 
-    async with connect(address="auto", storage=url) as runtime:
+    async with connect(address="auto", storage=url, namespace=namespace) as runtime:
         yield runtime
+
+
+def _namespace_of(url: str) -> str:
+    """A pool serves one store: the command line gives each store a pool of its own on a Ray that many share."""
+    return f"greenroom-{hashlib.sha256(Storage.open(url).url.encode()).hexdigest()[:12]}"
 
 
 async def _agent_for(settings: Settings, session: str | None) -> AgentConfig | None:

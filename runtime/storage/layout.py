@@ -1,0 +1,95 @@
+"""How large parts of a session lie in objects of their own, and how they are put together again.
+
+    tree/{root}/{sid}/blob/{sha256}       a large outcome, a whole batch, a receipt's result
+    tree/{root}/{sid}/index/{name}        references of segments that were folded
+
+Everything here is immutable and named by its content or by the head write that refers to it; what is missing or altered
+fails by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from pydantic import TypeAdapter
+
+from greenroom.runtime.errors import StorageError
+from greenroom.runtime.journal import Batch, Outcome
+from greenroom.runtime.messages import ContentBlock, Message
+from greenroom.runtime.storage.head import Head, SegmentRef
+from greenroom.runtime.storage.session_store import SessionStore
+
+LARGE_VALUE = 1024
+"""Bytes of an outcome in the open batch beyond which it gets a blob of its own."""
+
+_CONTENT: TypeAdapter[tuple[ContentBlock, ...]] = TypeAdapter(tuple[ContentBlock, ...])
+_REFS: TypeAdapter[tuple[SegmentRef, ...]] = TypeAdapter(tuple[SegmentRef, ...])
+
+
+async def spill_values(store: SessionStore, head: Head) -> Head:
+    """The head with the large outcomes of its batch in blobs."""
+    if head.batch is None:
+        return head
+    batch = head.batch
+    for call in batch.calls:
+        if call.outcome is None:
+            continue
+        body = _CONTENT.dump_json(call.outcome.content)
+        if len(body) > LARGE_VALUE:
+            blob = await store.put_blob(head.session_id, body)
+            small = call.outcome.model_copy(update={"content": (), "blob": blob})
+            batch = batch.put(call.model_copy(update={"outcome": small}))
+    return head.model_copy(update={"batch": batch}) if batch is not head.batch else head
+
+
+async def spill_batch(store: SessionStore, head: Head) -> Head:
+    """The head with its whole batch in a blob."""
+    if head.batch is None:
+        return head
+    blob = await store.put_blob(head.session_id, head.batch.model_dump_json().encode())
+    return head.model_copy(update={"batch": None, "batch_blob": blob})
+
+
+async def gathered(store: SessionStore, head: Head) -> Head:
+    """The head with its batch whole again."""
+    batch = head.batch
+    if head.batch_blob is not None:
+        batch = Batch.model_validate_json(await store.get_blob(head.session_id, head.batch_blob))
+    for call in batch.calls if batch is not None else ():
+        if batch is not None and call.outcome is not None and call.outcome.blob is not None:
+            content = _CONTENT.validate_json(await store.get_blob(head.session_id, call.outcome.blob))
+            whole = Outcome(content=content, is_error=call.outcome.is_error, counts=call.outcome.counts)
+            batch = batch.put(call.model_copy(update={"outcome": whole}))
+    return head.model_copy(update={"batch": batch, "batch_blob": None}) if batch is not head.batch else head
+
+
+async def fold(store: SessionStore, head: Head, name: str) -> Head:
+    """The head with all its references in one index object."""
+    refs = (*await folded_refs(store, head), *head.segments)
+    body = _REFS.dump_json(refs)
+    await store.put_index(head.session_id, name, body)
+    index = SegmentRef(
+        name=name,
+        count=sum(ref.count for ref in refs),
+        size=len(body),
+        sha256=hashlib.sha256(body).hexdigest(),
+    )
+    return head.model_copy(update={"index": index, "segments": ()})
+
+
+async def folded_refs(store: SessionStore, head: Head) -> tuple[SegmentRef, ...]:
+    """The references that lie in the head's index."""
+    if head.index is None:
+        return ()
+    body = await store.get_index(head.session_id, head.index.name)
+    if hashlib.sha256(body).hexdigest() != head.index.sha256:
+        raise StorageError(
+            f"the index {head.index.name} of session {head.session_id!r} was altered", kind="serde", key=head.index.name
+        )
+    return _REFS.validate_json(body)
+
+
+async def messages_of(store: SessionStore, head: Head) -> tuple[Message, ...]:
+    """The whole transcript of a head."""
+    refs = (*await folded_refs(store, head), *head.segments)
+    return (*await store.read(head.session_id, refs), *head.inline)
