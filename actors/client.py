@@ -32,7 +32,7 @@ from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import ConfigError, SessionExists, UsageError
 from greenroom.runtime.events import Event
 from greenroom.runtime.fanout import map_prompts
-from greenroom.runtime.ids import check_root_id
+from greenroom.runtime.ids import check_root_id, root_of
 from greenroom.runtime.ports import Children, TreeSandbox
 from greenroom.runtime.results import MapResult, RunResult, SessionInfo, Transcript, Turn
 from greenroom.runtime.session import Host, SessionDriver
@@ -42,6 +42,7 @@ from greenroom.runtime.state import State
 from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.view import info_of
+from greenroom.runtime.workspace import remove_managed_workspace
 
 JOIN_GRACE = 5.0
 """Seconds that a stream waits for the outcome of a run whose end it has already told."""
@@ -297,6 +298,14 @@ class RaySession(BlockingSession):
         if outcome is None:
             return await self._runtime.driver(self.id).cancel(reason, timeout)
         return outcome.unwrap()
+
+    async def delete(self) -> None:
+        """Deletes the session and everything below it: what runs is ended, a managed workspace removed. Repeatable."""
+        await self._runtime.supervisor().cancel(self.id, "deleted", None)
+        await self._runtime.driver(self.id).delete()
+        if root_of(self.id) == self.id:
+            await self._runtime.supervisor().close_sandbox(self.id)
+            await asyncio.to_thread(remove_managed_workspace, self.id)
 
     async def status(self) -> SessionInfo:
         return info_of(await read_head(self._runtime.storage, self.id))

@@ -107,6 +107,10 @@ class SupervisorClient:
     async def find_sandbox(self, root: str) -> SandboxInfo | None:
         return cast("SandboxInfo | None", await ask(self._handle.find_sandbox.remote(root)))
 
+    async def close_sandbox(self, root: str) -> None:
+        """Ends a tree's sandbox, if it is open."""
+        await ask(self._handle.close_sandbox.remote(root))
+
     async def status(self) -> PoolStatus:
         return cast(PoolStatus, await ask(self._handle.status.remote()))
 

@@ -127,6 +127,17 @@ class SandboxPool:
             self.fill()
             return info
 
+    async def close_one(self, root: str) -> None:
+        """Ends a tree's sandbox, if it is open; its actor serves the next tree."""
+        info = self._open.pop(root, None)
+        self._locks.pop(root, None)
+        if info is not None:
+            try:
+                await ask(info.actor.close.remote())
+            except (ActorLost, ActorSilent):
+                return
+            self._spare.append(info.actor)
+
     async def stop(self) -> None:
         actors = [info.actor for info in self._open.values()] + self._spare
         self._open.clear()

@@ -148,6 +148,9 @@ class SupervisorHost:
     async def find_sandbox(self, root: str) -> SandboxInfo | None:
         return self._sandbox_pool.find(root)
 
+    async def close_sandbox(self, root: str) -> None:
+        await self._sandbox_pool.close_one(root)
+
     # -- the pool
 
     async def status(self) -> PoolStatus:

@@ -22,7 +22,7 @@ from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import ConfigError, SessionExists, UsageError
 from greenroom.runtime.events import Event, follow_run
 from greenroom.runtime.fanout import map_prompts
-from greenroom.runtime.ids import check_root_id
+from greenroom.runtime.ids import check_root_id, root_of
 from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.ports import Children, Clock, IdSource, SandboxFactory
 from greenroom.runtime.results import MapResult, RunResult, SessionInfo, Transcript, Turn
@@ -33,13 +33,15 @@ from greenroom.runtime.state import State
 from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.view import info_of
+from greenroom.runtime.workspace import remove_managed_workspace
 
 
 class Engine(BlockingRuntime["EmbeddedSession"]):
     """Sessions of this process over one storage.
 
     storage: a URL or a Storage; sandboxes: opens sandboxes; host_fence: an embedding host's own fencing number, 0 for
-    none (only 0 in this version). Use it with `async with`, or with plain `with` for the *_sync verbs.
+    none: a session that has seen a higher one is refused. Use it with `async with`, or with plain `with` for the *_sync
+    verbs.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
         clock: Clock | None = None,
         ids: IdSource | None = None,
     ) -> None:
-        if host_fence != 0:
-            raise ConfigError("host_fence is not available in this version", hint="Leave it at 0")
+        if host_fence < 0:
+            raise ConfigError(f"host_fence is {host_fence}", hint="Give a number that only grows, or 0 for none")
         super().__init__()
         self.storage = Storage.open(storage) if isinstance(storage, str) else storage
         self._trees = LocalTreeSandboxes(sandboxes)
@@ -65,6 +67,7 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
             ids=ids,
             shelf=AgentShelf(self.storage),
             owner=f"local:{socket.gethostname()}:{os.getpid()}:{ids.new_id()[:8]}",
+            host_fence=host_fence,
         )
         self._drivers: WeakValueDictionary[str, SessionDriver] = WeakValueDictionary()
         self._runs: set[asyncio.Task[RunResult]] = set()
@@ -154,6 +157,13 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
         """A session's handle for verbs that need no agent; nothing is looked up before the first one."""
         return EmbeddedSession(self, self._driver(session_id, None))
 
+    async def delete(self, driver: SessionDriver) -> None:
+        """Deletes the driver's session with its tree, and a root's sandbox and managed workspace."""
+        await driver.delete()
+        if root_of(driver.session_id) == driver.session_id:
+            await self._trees.close_one(driver.session_id)
+            await asyncio.to_thread(remove_managed_workspace, driver.session_id)
+
     def new_id(self) -> str:
         return self._host.ids.new_id()
 
@@ -221,6 +231,11 @@ class EmbeddedSession(BlockingSession):
     async def cancel(self, reason: str = "", timeout: float = 10.0) -> RunResult | None:
         """Parks the run and everything below it as Interrupted; None when nothing is in flight."""
         return await self._driver.cancel(reason, timeout)
+
+    async def delete(self) -> None:
+        """Deletes the session and everything below it: what runs is ended, a managed workspace removed. Repeatable."""
+        self._engine.check_open()
+        await self._engine.delete(self._driver)
 
     async def status(self) -> SessionInfo:
         return info_of(await read_head(self._engine.storage, self.id))

@@ -31,6 +31,13 @@ class LocalTreeSandboxes:
     async def find(self, root: str) -> SharedSandbox | None:
         return self._open.get(root)
 
+    async def close_one(self, root: str) -> None:
+        """Closes a tree's sandbox, if it is open."""
+        async with self._lock:
+            sandbox = self._open.pop(root, None)
+            if sandbox is not None:
+                await sandbox.close()
+
     async def close(self) -> None:
         async with self._lock:
             sandboxes = list(self._open.values())

@@ -139,7 +139,7 @@ class Record:
     async def _laid_out(self, head: Head) -> Head:
         """The head as it will lie in the store, within its bound: large parts in objects of their own."""
         storage = self._storage
-        name = f"{head.epoch}-{head.write_no}-{head.write_id}"
+        name = f"{head.epoch}-{head.write_no}-{head.write_id[:12]}"
         spilled = await storage.spill_values(head)
         full = storage.inlines and _estimate(spilled, self._inline_bytes) > HEAD_BYTES
         if head.inline and (full or self._inline_bytes > ROLL_BYTES or not storage.inlines):
@@ -154,7 +154,7 @@ class Record:
 
 def _estimate(head: Head, inline_bytes: int) -> int:
     """About the size of the head in bytes, never much below it; cheap while it is small."""
-    rough = inline_bytes + 200 * len(head.segments) + 300 * len(head.receipts) + 400 * len(head.children) + 4096
+    rough = inline_bytes + 100 * len(head.segments) + 300 * len(head.receipts) + 400 * len(head.children) + 4096
     if head.batch is not None:
         rough += sum(600 + len(call.arguments) * 64 for call in head.batch.calls)
     return rough if rough <= HEAD_BYTES else len(head.encode())

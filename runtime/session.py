@@ -58,7 +58,10 @@ RACE_ATTEMPTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a process gives to the sessions it drives; `owner` names it in the heads it owns."""
+    """What a process gives to the sessions it drives; `owner` names it in the heads it owns.
+
+    host_fence: an embedding host's own fencing number, 0 for none; a session that has seen a higher one is refused.
+    """
 
     storage: Storage
     sandboxes: TreeSandboxes
@@ -67,6 +70,7 @@ class Host:
     ids: IdSource
     shelf: AgentShelf
     owner: str
+    host_fence: int = 0
 
 
 @dataclass(slots=True)
@@ -165,6 +169,15 @@ class SessionDriver:
                 hint="The cancellation goes on; ask again",
             ) from None
 
+    async def delete(self) -> list[str]:
+        """Deletes the session and everything below it, ending what runs; answers the ids. Repeatable."""
+        active = self._active
+        if active is not None:
+            active.cancel.cancel("deleted")
+            await active.over.wait()
+        async with self._turn:
+            return await self._host.storage.delete_tree(self.session_id)
+
     async def recover(self, request_id: str, *, cancel: CancelToken | None = None) -> RunResult | None:
         """Goes on with a request whose owner died: its run, or its result; None when it had not been accepted."""
         head, _ = await self._read()
@@ -229,7 +242,7 @@ class SessionDriver:
             record.update(
                 epoch=head.epoch + 1, epoch_write_no=head.write_no + 1, owner=host.owner, since=host.clock.time()
             )
-        record.update(claim=claim, agent=digest, sandbox=sandbox)
+        record.update(claim=claim, agent=digest, sandbox=sandbox, host_fence=host.host_fence)
         if head.cancel is not None:
             return record, agent, ()
         effects = _apply(record, plan, agent.limits)
@@ -319,6 +332,12 @@ class SessionDriver:
                 hint="See `greenroom session list`, and that the store is the right one",
             )
         head, etag = found
+        if head.host_fence > self._host.host_fence:
+            raise Fenced(
+                f"session {self.session_id!r} was fenced by host fence {head.host_fence}, this runtime has "
+                f"{self._host.host_fence}",
+                hint="Another host has taken the session over; this one must let go of it",
+            )
         return await self._host.storage.gathered(head), etag
 
     async def _acquire(self) -> tuple[Head, str]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import s3servers
 from realmodel import server
 
 from greenroom import AgentRuntime, PoolConfig, Runtime, connect
 from greenroom.actors.client import RayRuntime
+from greenroom.runtime.ports import ObjectStore
+from greenroom.runtime.storage import MemoryObjectStore, SqliteObjectStore
+from greenroom.runtime.storage.files import FileObjectStore
+from greenroom.runtime.storage.s3 import S3ObjectStore
 from greenroom.testing import FakeSandboxes
 
 
@@ -95,6 +101,37 @@ async def edition(request: pytest.FixtureRequest, tmp_path: Path, home: Path) ->
         store = request.getfixturevalue("pool_store")
         async with connect(storage=store, namespace="tests", pool=PoolConfig(session_actors=2)) as on_ray:
             yield on_ray
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real S3 server with an empty bucket."""
+    with s3servers.seaweedfs(tmp_path_factory.mktemp("weed")) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def moto_s3() -> Iterator[str]:
+    """The address of another S3 server with an empty bucket."""
+    with s3servers.moto() as address:
+        yield address
+
+
+@pytest.fixture(params=["memory", "sqlite", "file", "seaweedfs", "moto"])
+def object_store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], ObjectStore]:
+    """Makes fresh, empty stores of every kind in turn."""
+    if request.param in ("seaweedfs", "moto"):
+        endpoint = request.getfixturevalue("seaweedfs" if request.param == "seaweedfs" else "moto_s3")
+        for name, value in s3servers.credentials().items():
+            monkeypatch.setenv(name, value)
+        return lambda: S3ObjectStore(s3servers.BUCKET, f"{uuid.uuid4().hex}/", endpoint=endpoint, region="us-east-1")
+    if request.param == "sqlite":
+        return lambda: SqliteObjectStore(tmp_path / f"{uuid.uuid4().hex}.db")
+    if request.param == "file":
+        return lambda: FileObjectStore(tmp_path / uuid.uuid4().hex)
+    return MemoryObjectStore
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_serializer, model_validator
 
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import NewerSchema, StorageError
@@ -28,12 +28,31 @@ SCHEMA_VERSION = 2
 
 
 class SegmentRef(Value):
-    """Where a run of messages lies: object name, number of messages, bytes, and their hash."""
+    """Where a run of messages lies: object name, number of messages, bytes, and their hash (128 bits of sha256).
+
+    Its JSON is one short text, `name:count:size:hash`: a head carries up to 64 of them in every write.
+    """
 
     name: str
     count: int
     size: int
-    sha256: str
+    hash: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        name, count, size, digest = value.split(":")
+        return {"name": name, "count": int(count), "size": int(size), "hash": digest}
+
+    @model_serializer(mode="plain")
+    def _to_text(self) -> str:
+        return f"{self.name}:{self.count}:{self.size}:{self.hash}"
+
+
+def short_hash(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +160,7 @@ def decode_head(body: bytes, key: str) -> Head:
 
 def decode_segment(body: bytes, ref: SegmentRef, key: str) -> tuple[Message, ...]:
     """The messages in `body`, which must be exactly what `ref` says; raises StorageError(serde)."""
-    if hashlib.sha256(body).hexdigest() != ref.sha256:
+    if short_hash(body) != ref.hash:
         raise StorageError(
             f"{key} does not have the content its session recorded",
             kind="serde",
@@ -152,14 +171,13 @@ def decode_segment(body: bytes, ref: SegmentRef, key: str) -> tuple[Message, ...
 
 
 def ref_of(segment: Segment, body: bytes) -> SegmentRef:
-    return SegmentRef(
-        name=segment.name, count=len(segment.messages), size=len(body), sha256=hashlib.sha256(body).hexdigest()
-    )
+    return SegmentRef(name=segment.name, count=len(segment.messages), size=len(body), hash=short_hash(body))
 
 
 def _to_2(document: dict[str, Any]) -> dict[str, Any]:
-    """Version 2 added index, batch_blob and receipts, all empty at first."""
-    return document | {"index": None, "batch_blob": None, "receipts": []}
+    """Version 2 added index, batch_blob and receipts, all empty at first, and wrote references as texts."""
+    refs = [f"{r['name']}:{r['count']}:{r['size']}:{r['sha256'][:32]}" for r in document["segments"]]
+    return document | {"segments": refs, "index": None, "batch_blob": None, "receipts": []}
 
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2}
@@ -211,7 +229,7 @@ def tombstone_of(sid: str, head: Head | None) -> Head:
 
 def names_in_index(body: bytes) -> list[str]:
     """Names of the segments that an index refers to."""
-    return [str(ref["name"]) for ref in json.loads(body)]
+    return [str(ref).partition(":")[0] for ref in json.loads(body)]
 
 
 def _schema_version(body: bytes) -> int | None:

@@ -9,14 +9,12 @@ fails by name.
 
 from __future__ import annotations
 
-import hashlib
-
 from pydantic import TypeAdapter
 
 from greenroom.runtime.errors import StorageError
 from greenroom.runtime.journal import Batch, Outcome
 from greenroom.runtime.messages import ContentBlock, Message
-from greenroom.runtime.storage.head import Head, SegmentRef
+from greenroom.runtime.storage.head import Head, SegmentRef, short_hash
 from greenroom.runtime.storage.session_store import SessionStore
 
 LARGE_VALUE = 1024
@@ -68,12 +66,7 @@ async def fold(store: SessionStore, head: Head, name: str) -> Head:
     refs = (*await folded_refs(store, head), *head.segments)
     body = _REFS.dump_json(refs)
     await store.put_index(head.session_id, name, body)
-    index = SegmentRef(
-        name=name,
-        count=sum(ref.count for ref in refs),
-        size=len(body),
-        sha256=hashlib.sha256(body).hexdigest(),
-    )
+    index = SegmentRef(name=name, count=sum(ref.count for ref in refs), size=len(body), hash=short_hash(body))
     return head.model_copy(update={"index": index, "segments": ()})
 
 
@@ -82,7 +75,7 @@ async def folded_refs(store: SessionStore, head: Head) -> tuple[SegmentRef, ...]
     if head.index is None:
         return ()
     body = await store.get_index(head.session_id, head.index.name)
-    if hashlib.sha256(body).hexdigest() != head.index.sha256:
+    if short_hash(body) != head.index.hash:
         raise StorageError(
             f"the index {head.index.name} of session {head.session_id!r} was altered", kind="serde", key=head.index.name
         )

@@ -103,13 +103,11 @@ class S3ObjectStore:
         # The service lists by whole path elements: the folder is asked for, the rest of the prefix compared here.
         folder = full.rpartition("/")[0]
         stream = obstore.list(self._read_store(), folder or None)
-        while True:
-            page = await self._do(prefix, lambda: anext(aiter(stream), []), missing=[])
-            if not page:
-                return
-            for entry in page:
-                if entry["path"].startswith(full):
-                    yield entry["path"][len(self.prefix) :]
+        found: list[str] = []
+        while page := await self._do(prefix, lambda: anext(aiter(stream), []), missing=[]):
+            found += [entry["path"] for entry in page if entry["path"].startswith(full)]
+        for path in sorted(found):  # AWS lists in order of keys, not everybody does
+            yield path[len(self.prefix) :]
 
     async def probe(self) -> None:
         await require_conditions(self, self._name)
@@ -164,6 +162,8 @@ class S3ObjectStore:
                 raise AlreadyExists(f"{key} is already there", key=key) from error
             raise Undecided(f"{key}: the store left the write undecided", key=key) from error
         except failed.PreconditionError as error:
+            if "status code: 404" in str(error):
+                raise NotFound(f"there is no {key}", kind="not_found", key=key) from error
             raise PreconditionFailed(f"{key} was changed by somebody else", key=key) from error
         except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
             raise StorageError(

@@ -111,6 +111,23 @@ class Storage:
         store = self._own()
         return None if store is None else await store.get_blob(sid, name)
 
+    async def delete_tree(self, sid: str) -> list[str]:
+        """Deletes a session and everything below it; answers the ids."""
+        if isinstance(self.checkpoints, SessionStore):
+            gone = await self.checkpoints.delete_tree(sid)
+        else:
+            gone = []
+            waiting = [sid]
+            while waiting:
+                current = waiting.pop(0)
+                found = await self.checkpoints.read(current)
+                waiting += found[0].children.values() if found is not None else ()
+                await self.checkpoints.delete(current)
+                gone.append(current)
+        for current in gone:
+            await self.transcripts.remove(current)
+        return gone
+
     async def probe(self) -> None:
         """Raises StorageError when the store cannot be used."""
         if self.objects is not None:

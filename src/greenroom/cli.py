@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from greenroom import __version__, console
+from greenroom import __version__, console, store_cli
 from greenroom.embedded import AgentRuntime
 from greenroom.runtime.config import AgentConfig, load_attribute
 from greenroom.runtime.errors import (
@@ -64,6 +64,7 @@ app = typer.Typer(
 )
 session_app = typer.Typer(help="Look at sessions and go on with them.", no_args_is_help=True)
 app.add_typer(session_app, name="session")
+app.add_typer(store_cli.app, name="store")
 
 StoreOption = Annotated[
     str | None,
@@ -232,6 +233,27 @@ def session_resume(
     if result is not None:
         _show_text(result, as_json=as_json)
     _report_or_nothing(result, session, as_json=as_json)
+
+
+@session_app.command("delete")
+def session_delete(session: SessionArgument, store: StoreOption = None) -> None:
+    """Delete a session and everything below it, for good."""
+    url = load_settings(store=store).store
+
+    async def work() -> None:
+        async with _storage(url) as storage:
+            head = await read_head(storage, session)
+        kind, namespace, _ = f"{head.owner or ''}::".split(":", 2)
+        with contextlib.suppress(ClusterError):
+            if kind == "ray":
+                async with _attached(url, namespace) as runtime:
+                    await (await runtime.open(session)).delete()
+                    return
+        async with AgentRuntime(url) as embedded:
+            await embedded.handle(session).delete()
+
+    asyncio.run(work())
+    console.err.print(f"deleted {session}")
 
 
 def main() -> None:

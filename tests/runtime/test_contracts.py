@@ -1,0 +1,177 @@
+"""Every store keeps the contract, on real servers; and stores that break it in five ways are found out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3servers
+
+from greenroom import ConfigError, Storage, StorageError
+from greenroom.runtime.ports import ObjectStore
+from greenroom.runtime.storage import Head, MemoryObjectStore, SessionStore
+from greenroom.runtime.storage.probe import probe_conditions, require_conditions
+from greenroom.testing import (
+    ContractBroken,
+    check_checkpoint_store,
+    check_object_store,
+    check_transcript_store,
+)
+
+Make = Callable[[], ObjectStore]
+
+
+async def test_every_object_store_keeps_the_contract(object_store: Make) -> None:
+    await check_object_store(object_store)
+
+
+async def test_the_session_store_keeps_both_contracts_over_every_store(object_store: Make) -> None:
+    await check_checkpoint_store(lambda: SessionStore(object_store()))
+    await check_transcript_store(lambda: SessionStore(object_store()))
+
+
+async def test_sixteen_writers_have_one_winner_a_round(object_store: Make) -> None:
+    await check_object_store(object_store, writers=16, rounds=10)
+
+
+async def test_every_store_honours_what_the_probe_asks(object_store: Make) -> None:
+    report = await probe_conditions(object_store())
+    assert report.usable
+    assert len(report.honours) == 5
+
+
+# -- broken ones
+
+
+class LostUpdate(MemoryObjectStore):
+    """Checks, lets others in, then writes."""
+
+    async def put_if_match(self, key: str, body: bytes, etag: str) -> str:
+        found = await self.get(key)
+        if found is not None and found[1] == etag:
+            await asyncio.sleep(0)
+            return self._put(key, body)
+        return await super().put_if_match(key, body, etag)
+
+
+class IgnoresIfMatch(MemoryObjectStore):
+    async def put_if_match(self, key: str, body: bytes, etag: str) -> str:
+        return self._put(key, body)
+
+
+class TornWrite(MemoryObjectStore):
+    async def put_if_absent(self, key: str, body: bytes) -> str:
+        return await super().put_if_absent(key, body[: 1 << 19])
+
+
+class StaleList(MemoryObjectStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[str, list[str]] = {}
+
+    async def list(self, prefix: str) -> AsyncIterator[str]:
+        if prefix not in self._seen:
+            self._seen[prefix] = [key async for key in super().list(prefix)]
+        for key in self._seen[prefix]:
+            yield key
+
+
+class SharedAlias(SessionStore):
+    """Gives out what it was given: whoever changes it changes the store."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryObjectStore())
+        self._heads: dict[str, Head] = {}
+
+    async def create(self, sid: str, head: Head) -> str:
+        etag = await super().create(sid, head)
+        self._heads[sid] = head
+        return etag
+
+    async def _read_head(self, sid: str) -> tuple[Head, str] | None:
+        found = await super()._read_head(sid)
+        return None if found is None else (self._heads.get(sid, found[0]), found[1])
+
+
+@pytest.mark.parametrize("store", [LostUpdate, IgnoresIfMatch, TornWrite, StaleList])
+async def test_a_broken_object_store_is_found_out(store: type[MemoryObjectStore]) -> None:
+    with pytest.raises(ContractBroken):
+        await check_object_store(store)
+
+
+async def test_a_store_that_keeps_an_alias_is_found_out() -> None:
+    with pytest.raises(ContractBroken):
+        await check_checkpoint_store(SharedAlias)
+
+
+async def test_a_store_that_ignores_conditions_is_refused_at_the_start() -> None:
+    with pytest.raises(StorageError, match="old etag is refused"):
+        await require_conditions(IgnoresIfMatch(), "this store")
+
+
+async def test_a_store_without_host_fences_must_refuse_them() -> None:
+    with pytest.raises(ContractBroken, match="host fence"):
+        await check_checkpoint_store(lambda: SessionStore(MemoryObjectStore()), supports_fencing=False)
+
+
+def test_the_suites_run_without_a_test_framework() -> None:
+    asyncio.run(check_object_store(MemoryObjectStore))
+
+
+# -- S3
+
+
+def test_real_boto3_sees_what_was_written(seaweedfs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3servers.credentials().items():
+        monkeypatch.setenv(name, value)
+    storage = Storage.open(f"s3://{s3servers.BUCKET}/seen/by/boto3?endpoint={seaweedfs}&region=us-east-1")
+
+    async def write() -> None:
+        assert storage.objects is not None
+        await storage.objects.put_if_absent("tree/s/s/head", b'{"a": 1}')
+        await storage.close()
+
+    asyncio.run(write())
+    client = s3servers.client(seaweedfs)
+    listed = client.list_objects_v2(Bucket=s3servers.BUCKET, Prefix="seen/")["Contents"]
+    assert [entry["Key"] for entry in listed] == ["seen/by/boto3/tree/s/s/head"]
+    body = client.get_object(Bucket=s3servers.BUCKET, Key="seen/by/boto3/tree/s/s/head")["Body"].read()
+    assert json.loads(body) == {"a": 1}
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///prefix", "s3://bucket?colour=red"])
+def test_an_s3_url_that_names_no_bucket_or_something_unknown_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="s3://BUCKET"):
+        Storage.open(url)
+
+
+async def test_what_goes_wrong_with_s3_is_named(moto_s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in s3servers.credentials().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StorageError, match="no bucket 'nowhere'"):
+        await Storage.open(f"s3://nowhere?endpoint={moto_s3}").probe()
+    with pytest.raises(StorageError, match="reachable"):
+        await Storage.open("s3://bucket?endpoint=http://127.0.0.1:9").probe()
+    for name in s3servers.credentials():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(StorageError, match="no credentials"):
+        await Storage.open(f"s3://bucket?endpoint={moto_s3}").probe()
+
+
+def test_file_stores_are_readable_by_hand(tmp_path: Path) -> None:
+    storage: Any = Storage.open(f"file:///{tmp_path}/store")
+
+    async def write() -> None:
+        await storage.objects.put_if_absent("tree/a/a/head", b'{"state": {"name": "Ready"}}')
+        with pytest.raises(StorageError, match="no key"):
+            await storage.objects.put_if_absent("tree/../../escape", b"")
+
+    asyncio.run(write())
+    assert json.loads((tmp_path / "store" / "tree" / "a" / "a" / "head").read_text())["state"]["name"] == "Ready"
