@@ -24,6 +24,8 @@ check: install-dev  ## lint, types, import directions
 
 bench: install-dev  ## JSON lines; ratios count, milliseconds do not
 	$(BIN)/python benchmarks/activation.py
+	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python benchmarks/storage.py
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev

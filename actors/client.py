@@ -190,7 +190,7 @@ class RayRuntime(BlockingRuntime["RaySession"]):
         """Starts a command and waits for its end."""
         supervisor = self.supervisor()
         await supervisor.start(command)
-        return await supervisor.join(command.request_id)
+        return await supervisor.join(command.key)
 
     async def _send_agent(self, agent: AgentConfig) -> str:
         """The Supervisor keeps the agent with its local parts, the store its documents."""
@@ -268,7 +268,7 @@ class RaySession(BlockingSession):
         command = self._command("run", text=text, request_id=request_id)
         supervisor = self._runtime.supervisor()
         await supervisor.start(command)
-        run = asyncio.ensure_future(supervisor.join(command.request_id))
+        run = asyncio.ensure_future(supervisor.join(command.key))
         try:
             async for event in follow_command(supervisor, command, run):
                 yield event
@@ -292,11 +292,13 @@ class RaySession(BlockingSession):
         assert result is not None, "an answered session runs"
         return result
 
-    async def cancel(self, reason: str = "", timeout: float = 10.0) -> RunResult | None:
+    async def cancel(
+        self, reason: str = "", timeout: float = 10.0, *, request_id: str | None = None
+    ) -> RunResult | None:
         """Parks the run and everything below it as Interrupted; None when nothing is in flight."""
         outcome = await self._runtime.supervisor().cancel(self.id, reason, timeout)
         if outcome is None:
-            return await self._runtime.driver(self.id).cancel(reason, timeout)
+            return await self._runtime.driver(self.id).cancel(reason, timeout, request_id=request_id)
         return outcome.unwrap()
 
     async def delete(self) -> None:

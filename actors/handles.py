@@ -14,13 +14,16 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 
-from greenroom.actors.wire import Command, EventPage, Hello, Outcome, PoolStatus, SandboxInfo
+from greenroom.actors.wire import Command, CommandKey, EventPage, Hello, Outcome, PoolStatus, SandboxInfo
 from greenroom.runtime.agents import AgentPacket
 from greenroom.runtime.calls import CallRef, SandboxSpec
 from greenroom.runtime.errors import ClusterError, SandboxDied
 from greenroom.runtime.operations import Operation, OperationResult
 
 T = TypeVar("T")
+
+SILENCE_PAUSE = 0.5
+"""Seconds before an actor that did not answer is asked again."""
 
 CALL_TIMEOUT = 60.0
 """Seconds for a short call to an actor, its process's start included."""
@@ -80,19 +83,20 @@ class SupervisorClient:
         return AgentPacket(digest, packet.documents, packet.locals)
 
     async def start(self, command: Command) -> None:
-        await ask(self._handle.start.remote(command))
+        """Raises RequestConflict when the command's key came before with other content."""
+        cast(Outcome, await ask(self._handle.start.remote(command))).unwrap()
 
-    async def join(self, request_id: str) -> Outcome:
+    async def join(self, key: CommandKey) -> Outcome:
         """Waits for the command's end, as long as it takes."""
-        return cast(Outcome, await ask(self._handle.join.remote(request_id), timeout=None))
+        return cast(Outcome, await ask(self._handle.join.remote(key), timeout=None))
 
     async def cancel(self, session_id: str, reason: str, timeout: float | None) -> Outcome | None:
         """None when the Supervisor knows of no run of the session."""
         return cast("Outcome | None", await ask(self._handle.cancel.remote(session_id, reason, timeout), timeout=None))
 
-    async def locate(self, request_id: str) -> SessionActorClient | None:
+    async def locate(self, key: CommandKey) -> SessionActorClient | None:
         """The actor that runs the command, once it is placed; None if that takes longer than a moment."""
-        handle = await ask(self._handle.locate.remote(request_id))
+        handle = await ask(self._handle.locate.remote(key))
         return None if handle is None else SessionActorClient(handle)
 
     async def actor_of(self, session_id: str) -> SessionActorClient | None:
@@ -155,17 +159,24 @@ class SandboxActorClient:
         self._handle = info.actor
 
     async def fence(self, session_id: str, epoch: int) -> frozenset[str]:
-        return cast("frozenset[str]", await self._ask(self._handle.fence.remote(session_id, epoch), CALL_TIMEOUT))
+        reference = self._handle.fence.remote(self.incarnation, session_id, epoch)
+        return cast("frozenset[str]", await self._ask(reference, CALL_TIMEOUT))
 
     async def perform(self, ref: CallRef, operation: Operation) -> OperationResult:
+        """As TreeSandbox says; an actor that is silent for a while is asked again and joins what it runs."""
         try:
-            return cast(OperationResult, await self._ask(self._handle.perform.remote(ref, operation), None))
+            while True:
+                try:
+                    reference = self._handle.perform.remote(self.incarnation, ref, operation)
+                    return cast(OperationResult, await self._ask(reference, None))
+                except ActorSilent:
+                    await asyncio.sleep(SILENCE_PAUSE)
         except asyncio.CancelledError:
             await asyncio.shield(self.end(ref))
             raise
 
     async def end(self, ref: CallRef) -> None:
-        await self._ask(self._handle.end.remote(ref), CALL_TIMEOUT)
+        await self._ask(self._handle.end.remote(self.incarnation, ref), CALL_TIMEOUT)
 
     async def _ask(self, reference: Awaitable[Any], timeout: float | None) -> Any:
         try:

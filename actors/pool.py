@@ -20,6 +20,9 @@ from greenroom.actors.session import SessionActor
 from greenroom.actors.wire import SandboxInfo
 from greenroom.runtime.calls import SandboxSpec
 
+RETIRE_AFTER = 5.0
+"""Seconds that an actor which is not needed any more is kept, so that its last events can be read."""
+
 MAX_USES = 1000
 """Sessions an actor serves before it is replaced."""
 
@@ -58,11 +61,20 @@ class SessionPool:
         return None
 
     def give_back(self, slot: Slot) -> None:
+        """The actor is idle again; one too many, or one used up, is ended once its last events can have been read."""
         slot.uses += 1
-        if len(self.slots) > self._size or slot.uses >= MAX_USES:
-            self.lost(slot)
-        else:
+        if slot.uses < MAX_USES:
             self._idle.append(slot)
+        asyncio.get_running_loop().call_later(RETIRE_AFTER, self._retire, slot)
+
+    def _retire(self, slot: Slot) -> None:
+        if slot not in self.slots:
+            return
+        if slot.uses >= MAX_USES:
+            self.lost(slot)
+        elif slot in self._idle and len(self.slots) > self._size:
+            self._idle.remove(slot)
+            self.lost(slot)
 
     def lost(self, slot: Slot) -> None:
         """The actor is dead, or is to be; the pool is filled up again."""
@@ -152,6 +164,9 @@ class SandboxPool:
         except ActorLost:
             actor = self._start()
             incarnation, guarantees = await ask(actor.open.remote(root, spec))
+        except ActorSilent:
+            ray.kill(actor)  # it may yet open what was asked for: nobody else must get it
+            raise
         except Exception:
             self._spare.append(actor)
             raise
@@ -174,9 +189,8 @@ class SandboxPool:
 
     async def _answers(self, info: SandboxInfo) -> bool:
         try:
-            await ask(info.actor.pid.remote())
+            return bool(await ask(info.actor.alive.remote(info.incarnation)))
         except ActorLost:
             return False
         except ActorSilent:
             return True  # it may yet: its outcomes must not be given up
-        return True

@@ -27,7 +27,7 @@ async def follow_command(
         over = run.done()
         try:
             if actor is None:
-                actor, position, ours = await supervisor.locate(command.request_id), 0, False
+                actor, position, ours = await supervisor.locate(command.key), 0, False
             if actor is not None:
                 page = await actor.events(command.session_id, position)
                 position = page.position
@@ -63,7 +63,7 @@ async def follow_session(
                 position = page.position
                 events = [event for event in _with_gap(page) if parse_cursor(event.id) > seen]
             except (ActorLost, ActorSilent):
-                pass
+                actor = None
         for event in events:
             seen = parse_cursor(event.id)
             yield event

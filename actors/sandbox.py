@@ -33,14 +33,19 @@ class SandboxHost:
         self._sandbox = SharedSandbox(await ShippedSandboxes().open(spec, root))
         return self._sandbox.incarnation, self._sandbox.guarantees
 
-    async def fence(self, session_id: str, epoch: int) -> frozenset[str]:
-        return await self._open_sandbox().fence(session_id, epoch)
+    async def fence(self, incarnation: str, session_id: str, epoch: int) -> frozenset[str]:
+        return await self._opened(incarnation).fence(session_id, epoch)
 
-    async def perform(self, ref: CallRef, operation: Operation) -> OperationResult:
-        return await self._open_sandbox().perform(ref, operation)
+    async def perform(self, incarnation: str, ref: CallRef, operation: Operation) -> OperationResult:
+        return await self._opened(incarnation).perform(ref, operation)
 
-    async def end(self, ref: CallRef) -> None:
-        await self._open_sandbox().end(ref)
+    async def end(self, incarnation: str, ref: CallRef) -> None:
+        await self._opened(incarnation).end(ref)
+
+    async def alive(self, incarnation: str) -> bool:
+        """Whether the sandbox that was opened under this mark can still be used."""
+        sandbox = self._sandbox
+        return sandbox is not None and sandbox.incarnation == incarnation and sandbox.alive
 
     async def close(self) -> None:
         sandbox, self._sandbox = self._sandbox, None
@@ -50,8 +55,9 @@ class SandboxHost:
     async def pid(self) -> int:
         return os.getpid()
 
-    def _open_sandbox(self) -> SharedSandbox:
-        if self._sandbox is None:
+    def _opened(self, incarnation: str) -> SharedSandbox:
+        """The sandbox; a caller that means an earlier one, perhaps of another tree, is turned away."""
+        if self._sandbox is None or self._sandbox.incarnation != incarnation:
             raise SandboxDied("the sandbox is closed")
         return self._sandbox
 

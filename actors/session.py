@@ -12,19 +12,20 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 
 from greenroom.actors.handles import SandboxActorClient, SupervisorClient
-from greenroom.actors.wire import SUPERVISOR, Command, EventPage, Outcome
+from greenroom.actors.wire import SUPERVISOR, Command, CommandKey, EventPage, Outcome
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.children import create_child, run_child
 from greenroom.runtime.clock import RandomIds, SystemClock
 from greenroom.runtime.config import AgentConfig
-from greenroom.runtime.errors import ClusterError, GreenroomError, RunFailed
+from greenroom.runtime.errors import ClusterError, GreenroomError, RunFailed, SessionBusy
 from greenroom.runtime.ports import Children
 from greenroom.runtime.results import RunResult
 from greenroom.runtime.session import Host, SessionDriver
@@ -34,11 +35,22 @@ from greenroom.runtime.storage.storage import Storage
 
 T = TypeVar("T")
 
+KEPT_CANCELS = 1024
+"""Cancelled commands that are remembered until they arrive."""
+
 KEPT_SESSIONS = 32
 """Sessions whose events can still be read here after their run."""
 
 EVENT_WAIT = 1.0
 """Seconds an events call waits for the first event."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """A command under way, with the token that stops it from its first moment on."""
+
+    token: CancelToken
+    task: asyncio.Task[Outcome]
 
 
 class SessionHost:
@@ -52,19 +64,24 @@ class SessionHost:
         self._supervisor: SupervisorClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drivers: OrderedDict[str, SessionDriver] = OrderedDict()
-        self._runs: dict[str, asyncio.Task[Outcome]] = {}
-        self._cancelled: dict[str, str] = {}
+        self._runs: dict[CommandKey, _Accepted] = {}
+        self._cancelled: OrderedDict[CommandKey, str] = OrderedDict()
 
     # -- default group: the run's own loop
 
     async def run(self, command: Command) -> Outcome:
         """Carries out a command, or joins it when it is already running."""
         self._loop = asyncio.get_running_loop()
-        run = self._runs.get(command.request_id)
-        if run is None:
-            run = self._runs[command.request_id] = self._loop.create_task(self._carry_out(command))
-            run.add_done_callback(lambda _: self._runs.pop(command.request_id, None))
-        return await asyncio.shield(run)
+        accepted = self._runs.get(command.key)
+        if accepted is None:
+            token = CancelToken()
+            reason = self._cancelled.pop(command.key, command.cancelled)
+            if reason is not None:
+                token.cancel(reason)
+            task = self._loop.create_task(self._carry_out(command, token))
+            accepted = self._runs[command.key] = _Accepted(token, task)
+            task.add_done_callback(lambda _: self._runs.pop(command.key, None))
+        return await asyncio.shield(accepted.task)
 
     async def pid(self) -> int:
         """This process; asked once to see that it has started."""
@@ -76,7 +93,7 @@ class SessionHost:
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]  # Ray's own
     async def cancel(self, session_id: str, request_id: str, reason: str, timeout: float | None) -> Outcome:
         """Cancels the command, also one that has not arrived yet, and answers once everything is parked."""
-        return await self._on_loop(self._cancel(session_id, request_id, reason, timeout))
+        return await self._on_loop(self._cancel((session_id, request_id), reason, timeout))
 
     @ray.method(concurrency_group="events")  # type: ignore[untyped-decorator]  # Ray's own
     async def events(self, session_id: str, position: int) -> EventPage:
@@ -85,24 +102,20 @@ class SessionHost:
 
     # -- on the run's loop
 
-    async def _carry_out(self, command: Command) -> Outcome:
+    async def _carry_out(self, command: Command, token: CancelToken) -> Outcome:
         try:
             for path in command.paths:
                 if path not in sys.path and Path(path).is_dir():
                     sys.path.append(path)
             host = self._ensure_host()
             agent = await host.shelf.get(command.agent) if command.agent is not None else None
-            return Outcome(await self._verb(self._driver(command.session_id, agent), command))
+            return Outcome(await self._verb(self._driver(command.session_id, agent), command, token))
         except GreenroomError as error:
             return Outcome(error=error)
         except Exception as error:  # a mistake of ours must not look like the actor's death
             return Outcome(error=ClusterError(f"{type(error).__name__} in a session actor: {error}"))
 
-    async def _verb(self, driver: SessionDriver, command: Command) -> RunResult | None:
-        token = CancelToken()
-        reason = self._cancelled.pop(command.request_id, command.cancelled)
-        if reason is not None:
-            token.cancel(reason)
+    async def _verb(self, driver: SessionDriver, command: Command, token: CancelToken) -> RunResult | None:
         if command.recover:
             recovered = await driver.recover(command.request_id, cancel=token)
             if recovered is not None:
@@ -121,13 +134,17 @@ class SessionHost:
             case "child":
                 return await run_child(driver, self._ensure_host().storage, command.text or "", cancel=token)
 
-    async def _cancel(self, session_id: str, request_id: str, reason: str, timeout: float | None) -> Outcome:
-        if request_id not in self._runs:
-            self._cancelled[request_id] = reason  # it is still on its way here
-        try:
-            return Outcome(await self._driver(session_id, None).cancel(reason, timeout))
-        except GreenroomError as error:
-            return Outcome(error=error)
+    async def _cancel(self, key: CommandKey, reason: str, timeout: float | None) -> Outcome:
+        """Sets the command's own token first: whatever it is about to do, it finds itself cancelled."""
+        accepted = self._runs.get(key)
+        if accepted is not None:
+            accepted.token.cancel(reason)
+            done, _ = await asyncio.wait([accepted.task], timeout=timeout)
+            return accepted.task.result() if done else Outcome(error=_not_yet(key[0], timeout))
+        self._cancelled[key] = reason  # it is still on its way here
+        while len(self._cancelled) > KEPT_CANCELS:
+            self._cancelled.popitem(last=False)
+        return Outcome()
 
     async def _events(self, session_id: str, position: int) -> EventPage:
         buffer = self._driver(session_id, None).events
@@ -208,7 +225,7 @@ class _RemoteChildren:
         return child
 
     async def wait(self, child_id: str) -> RunResult:
-        outcome = await self._supervisor.join(_request_of(child_id))
+        outcome = await self._supervisor.join((child_id, _request_of(child_id)))
         if isinstance(outcome.error, RunFailed):
             return outcome.error.result
         result = outcome.unwrap()
@@ -219,6 +236,14 @@ class _RemoteChildren:
         outcome = await self._supervisor.cancel(child_id, reason, None)
         if outcome is None and await self._host.storage.checkpoints.read(child_id) is not None:
             await SessionDriver(child_id, self._host).cancel(reason, None)
+
+
+def _not_yet(session_id: str, timeout: float | None) -> SessionBusy:
+    return SessionBusy(
+        f"session {session_id!r} has not parked within {timeout} s",
+        session_id=session_id,
+        hint="The cancellation goes on; ask again",
+    )
 
 
 def _request_of(child_id: str) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 
 import ray
 
-from greenroom.actors.handles import ActorLost, ActorSilent, SessionActorClient
+from greenroom.actors.handles import SILENCE_PAUSE, ActorLost, ActorSilent, SessionActorClient
 from greenroom.actors.pool import SandboxPool, SessionPool, Slot
-from greenroom.actors.wire import Command, Hello, Outcome, PoolConfig, PoolStatus, SandboxInfo
+from greenroom.actors.wire import Command, CommandKey, Hello, Outcome, PoolConfig, PoolStatus, SandboxInfo
 from greenroom.runtime.calls import SandboxSpec
-from greenroom.runtime.errors import ClusterError, PoolMismatch
+from greenroom.runtime.errors import ClusterError, PoolMismatch, RequestConflict, RunFailed, SessionBusy
 from greenroom.runtime.ids import root_of
 
 MAX_CONCURRENCY = 100_000
@@ -27,11 +27,14 @@ MAX_CONCURRENCY = 100_000
 KEPT_OUTCOMES = 4096
 """Finished commands whose outcome a client can still fetch."""
 
+KEPT_AGENTS = 1024
+"""Agents kept with their local parts, the least recently used go first; the stored ones are found again."""
+
 MAX_RECOVERIES = 3
 """Actors that one command may lose before it is given up: it is then what kills them."""
 
 LOCATE_WAIT = 1.0
-SILENCE_PAUSE = 0.5
+"""Seconds that a look for a command's actor waits for it to be placed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +47,14 @@ class _Run:
     actor: SessionActorClient | None = None
     recoveries: int = 0
 
+    @property
+    def refused(self) -> bool:
+        """Whether it ended without having run: asked again, it is a new command."""
+        if not self.outcome.done():
+            return False
+        error = self.outcome.result().error
+        return error is not None and not isinstance(error, RunFailed)
+
 
 class SupervisorHost:
     """The plain class behind the actor; all of its methods run on one event loop."""
@@ -52,8 +63,9 @@ class SupervisorHost:
         self._hello = hello
         self._session_pool = SessionPool(namespace, uuid.uuid4().hex[:8], hello.store, pool.session_actors)
         self._sandbox_pool = SandboxPool(namespace, uuid.uuid4().hex[:8], pool.session_actors)
-        self._agents: dict[str, bytes] = {}
-        self._runs: OrderedDict[str, _Run] = OrderedDict()
+        self._agents: OrderedDict[str, bytes] = OrderedDict()
+        self._runs: dict[CommandKey, _Run] = {}
+        self._finished: deque[CommandKey] = deque()
         self._queue: deque[_Run] = deque()
         self._live: dict[str, _Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -75,35 +87,48 @@ class SupervisorHost:
     async def put_agent(self, digests: list[str], packet: bytes) -> None:
         for digest in digests:
             self._agents[digest] = packet
+            self._agents.move_to_end(digest)
+        while len(self._agents) > KEPT_AGENTS:
+            self._agents.popitem(last=False)
 
     async def get_agent(self, digest: str) -> bytes | None:
+        if digest in self._agents:
+            self._agents.move_to_end(digest)
         return self._agents.get(digest)
 
     # -- commands
 
-    async def start(self, command: Command) -> None:
-        """Takes a command on; the same one again changes nothing."""
-        if command.request_id in self._runs:
-            return
+    async def start(self, command: Command) -> Outcome:
+        """Takes a command on; the same one again changes nothing. Its error, if it is refused here."""
+        known = self._runs.get(command.key)
+        if known is not None and not known.refused:
+            if known.command.same_content(command):
+                return Outcome()
+            return Outcome(
+                error=RequestConflict(
+                    f"request {command.request_id!r} came before with other content",
+                    session_id=command.session_id,
+                    hint="Use a new request_id for a new request",
+                )
+            )
         live = self._live.get(command.session_id)
         if command.verb == "resume" and live is not None:
-            self._runs[command.request_id] = live  # resume joins what is running
-            return
+            self._runs[command.key] = live  # resume joins what is running
+            return Outcome()
         run = _Run(command, asyncio.get_running_loop().create_future())
-        self._runs[command.request_id] = run
+        self._runs[command.key] = run
         self._enqueue(run)
-        while len(self._runs) > KEPT_OUTCOMES and next(iter(self._runs.values())).outcome.done():
-            self._runs.popitem(last=False)
+        return Outcome()
 
-    async def join(self, request_id: str) -> Outcome:
-        run = self._runs.get(request_id)
+    async def join(self, key: CommandKey) -> Outcome:
+        run = self._runs.get(key)
         if run is None:
-            return Outcome(error=ClusterError(f"the pool knows no request {request_id!r}", hint="Start it again"))
+            return Outcome(error=ClusterError(f"the pool knows no request {key[1]!r}", hint="Start it again"))
         return await asyncio.shield(run.outcome)
 
-    async def locate(self, request_id: str) -> Any:
+    async def locate(self, key: CommandKey) -> Any:
         """The handle of the actor that runs the command; None if it is not placed within a moment."""
-        run = self._runs.get(request_id)
+        run = self._runs.get(key)
         if run is None:
             return None
         try:
@@ -116,7 +141,7 @@ class SupervisorHost:
     async def actor_of(self, session_id: str) -> Any:
         """The handle of the actor that runs the session, or ran it last."""
         run = self._live.get(session_id) or next(
-            (run for run in reversed(self._runs.values()) if run.command.session_id == session_id), None
+            (run for run in reversed(list(self._runs.values())) if run.command.session_id == session_id), None
         )
         return None if run is None or run.actor is None else run.actor.handle
 
@@ -130,15 +155,20 @@ class SupervisorHost:
         if live is None:
             return await asyncio.shield(waiting[0].outcome) if waiting else None
         live.command = replace(live.command, cancelled=reason)  # a recovery parks it too
-        assert live.actor is not None, "a live run has its actor"
-        try:
-            outcome = await live.actor.cancel(session_id, live.command.request_id, reason, timeout)
-        except (ActorLost, ActorSilent):
-            outcome = Outcome()
-        if outcome.error is not None:
-            return outcome
-        finished = await asyncio.shield(live.outcome)
-        return outcome if finished.error is not None and outcome.result is not None else finished
+        while not live.outcome.done():
+            actor = live.actor
+            assert actor is not None, "a live run has its actor"
+            try:
+                outcome = await actor.cancel(session_id, live.command.request_id, reason, timeout)
+            except ActorLost:
+                break  # the recovery parks it
+            except ActorSilent:
+                await asyncio.sleep(SILENCE_PAUSE)
+                continue
+            if isinstance(outcome.error, SessionBusy):
+                return outcome
+            break
+        return await asyncio.shield(live.outcome)
 
     # -- sandboxes
 
@@ -224,7 +254,17 @@ class SupervisorHost:
             self._enqueue(run)
         else:
             run.outcome.set_result(outcome)
+            self._forget_oldest(run)
             self._pump()
+
+    def _forget_oldest(self, finished: _Run) -> None:
+        """Keeps a bounded number of outcomes, the latest."""
+        self._finished.append(finished.command.key)
+        while len(self._finished) > KEPT_OUTCOMES:
+            key = self._finished.popleft()
+            known = self._runs.get(key)
+            if known is not None and known.outcome.done():
+                del self._runs[key]
 
     def _live_roots(self) -> frozenset[str]:
         return frozenset(root_of(sid) for sid in self._live)

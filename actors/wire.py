@@ -15,6 +15,9 @@ PROTOCOL = 1
 
 SUPERVISOR = "greenroom-supervisor"
 
+CommandKey = tuple[str, str]
+"""(session id, request id)."""
+
 Verb = Literal["run", "resume", "answer", "child"]
 
 
@@ -61,6 +64,16 @@ class Command:
     paths: tuple[str, ...] = ()
     recover: bool = False
     cancelled: str | None = None
+
+    @property
+    def key(self) -> CommandKey:
+        """What names it in the pool: a caller's request ids are its session's own."""
+        return self.session_id, self.request_id
+
+    def same_content(self, other: Command) -> bool:
+        """Whether the other command asks for the same."""
+        mine = (self.verb, self.text, self.interrupt_id, self.response)
+        return mine == (other.verb, other.text, other.interrupt_id, other.response)
 
     @property
     def first(self) -> bool:

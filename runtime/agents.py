@@ -132,14 +132,14 @@ class _Packer:
         return {"type": "function", "function": function, "arguments": arguments, "spec": spec}
 
     def _part(self, part: object, name: str) -> dict[str, Any]:
-        if isinstance(part, OpenAICompatible):
+        if type(part) is OpenAICompatible:  # a subclass is its own: it travels by its class or by value
             return {
                 "type": "openai",
                 "model": part.model,
                 "base_url": part.base_url,
                 "api_key_env": part.api_key_env,
             }
-        if isinstance(part, Scripted) and _is_plain(part.script):
+        if type(part) is Scripted and _is_plain(part.script):
             return {"type": "scripted", "script": list(part.script), "name": part.name}
         described = self._described(part)
         return described if described is not None else self._local(part, name)

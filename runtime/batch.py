@@ -17,6 +17,7 @@ from greenroom.runtime.emitter import Emitter
 from greenroom.runtime.errors import PreflightError, SandboxDied, SandboxFenced, SandboxUnavailable
 from greenroom.runtime.ids import child_id
 from greenroom.runtime.journal import (
+    NOT_RUN_SANDBOX_LOST,
     OUTCOME_UNKNOWN,
     Batch,
     CallRecord,
@@ -50,6 +51,7 @@ MAX_ERROR_TEXT = 2000
 """Characters of an exception that a model gets to see."""
 
 T = TypeVar("T")
+NOTHING_ACKED = -1
 BatchEnd = BatchDone | Asked | CancelSeen | Broke
 
 
@@ -91,6 +93,8 @@ class BatchRun:
         self._every_save_waits = every_save_waits
         self._sandbox: TreeSandbox | None = None
         self._opening = asyncio.Lock()
+        self._acked_through = NOTHING_ACKED
+        self._stopping = False
 
     async def run(self) -> BatchEnd:
         """Runs what is open until the batch is done, someone is asked, or the run is cancelled."""
@@ -126,6 +130,9 @@ class BatchRun:
         incarnation = (await self._open_sandbox()).incarnation if uses_sandbox else None
         for call in marked:
             if decide(call, incarnation) is Recovery.unknown:
+                await end_call(
+                    call, self._record, self._ports.sandboxes
+                )  # what it still does there, it does for nobody
                 self._put(call.model_copy(update={"outcome": Outcome.error(OUTCOME_UNKNOWN)}))
 
     async def _run_group(self, group: tuple[CallRecord, ...]) -> BatchEnd | None:
@@ -136,6 +143,7 @@ class BatchRun:
         marked = [await self._mark(call) for call in group]
         if self._every_save_waits or any(call.effect != "read_only" for call in group):
             await self._record.save()
+            self._acked_through = self._batch.step - 1  # only now are the outcomes before this batch durable
         else:
             self._record.save_soon()  # a second read does no harm
         if cancel.cancelled:
@@ -155,7 +163,7 @@ class BatchRun:
             return self._take_outcomes(tasks)
         finally:
             cancelled.cancel()
-            await _stop(tasks.values())  # whatever happened, nothing of the group goes on unseen
+            await self._stop(tasks.values())  # whatever happened, nothing of the group goes on unseen
 
     async def _mark(self, call: CallRecord) -> CallRecord:
         """Notes that the call may begin from now on, and where; registers a child before it is created."""
@@ -187,10 +195,19 @@ class BatchRun:
         """Mark first; then end what runs, await the children's acknowledgement, keep what finished in time."""
         reason = self._ports.cancel.reason
         await self._record.mark_cancelled(reason, self._ports.clock.time())
-        await _stop(tasks.values())
+        await self._stop(tasks.values())
         await end_batch(self._record, self._ports.sandboxes, self._ports.children, reason)
         self._take_outcomes(tasks)
         return CancelSeen(reason)
+
+    async def _stop(self, tasks: Iterable[asyncio.Task[Outcome | Interrupt]]) -> None:
+        self._stopping = True
+        running = [task for task in tasks if not task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=CANCEL_GRACE)
+        self._stopping = False
 
     def _done(self) -> BatchDone:
         outcomes = [call.outcome for call in self._batch.calls if call.outcome is not None]
@@ -210,10 +227,16 @@ class BatchRun:
         except SandboxFenced:
             raise
         except SandboxDied as error:
+            if not error.ran:
+                return Outcome.error(NOT_RUN_SANDBOX_LOST, counts=True)
             if call.effect == "effectful":
                 return Outcome.error(OUTCOME_UNKNOWN)
             return Outcome.error(f"The sandbox was lost while this call ran: {error}", counts=True)
-        except TimeoutError:
+        except asyncio.CancelledError:
+            if self._stopping:
+                raise
+            return Outcome.error("The call was cancelled from inside.", counts=True)  # by the tool's own doing
+        except OutOfTime:
             text = f"Timed out after {timeout:g} s. The call was stopped; it may have taken partial effect."
             return Outcome.error(text, counts=True)
         except Exception as error:  # a failing tool is data for the model
@@ -259,7 +282,7 @@ class BatchRun:
         if tool.spec.needs_isolation and self._sandbox is not None and "isolated" not in self._sandbox.guarantees:
             raise PreflightError(f"the sandbox {head.sandbox.spec.kind!r} enforces no isolation")
         step = self._batch.step
-        ref = CallRef(head.session_id, head.epoch, call.key, call.digest, step=step, acked_through=step - 1)
+        ref = CallRef(head.session_id, head.epoch, call.key, call.digest, step=step, acked_through=self._acked_through)
         return CallSandbox(self._open_sandbox, ref, limit)
 
     async def _open_sandbox(self) -> TreeSandbox:
@@ -277,30 +300,33 @@ class BatchRun:
         return self._sandbox
 
 
-async def _stop(tasks: Iterable[asyncio.Task[Outcome | Interrupt]]) -> None:
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running, timeout=CANCEL_GRACE)
-
-
 async def end_batch(record: Record, sandboxes: TreeSandboxes, children: Children, reason: str) -> None:
     """Ends whatever the open calls of a batch left running: operations in the sandbox, children below them."""
     head, batch = record.head, record.head.batch
     if batch is None:
         return
-    sandbox = await sandboxes.find(head.root)
-    if sandbox is not None:
-        for call in batch.open_calls:
-            if call.started is not None and call.started.place == sandbox.incarnation:
-                await sandbox.end(CallRef(head.session_id, head.epoch, call.key, call.digest, step=batch.step))
+    await asyncio.gather(*(end_call(call, record, sandboxes) for call in batch.open_calls if call.started is not None))
     live = [head.children[call.key] for call in batch.open_calls if call.key in head.children]
     await asyncio.gather(*(children.cancel(child, reason) for child in live))
 
 
+async def end_call(call: CallRecord, record: Record, sandboxes: TreeSandboxes) -> None:
+    """Ends whatever the call still does in the tree's sandbox; a sandbox that is gone has ended it already."""
+    head = record.head
+    try:
+        sandbox = await sandboxes.find(head.root)
+        if sandbox is not None:
+            await sandbox.end(CallRef(head.session_id, head.epoch, call.key, call.digest))
+    except SandboxDied:
+        pass
+
+
+class OutOfTime(Exception):
+    """The call's own time limit ran out."""
+
+
 async def within(clock: Clock, seconds: float | None, awaitable: Awaitable[T]) -> T:
-    """The awaitable's result, or TimeoutError after `seconds` on the clock, when it has been cancelled and is over."""
+    """The awaitable's result, or OutOfTime after `seconds` on the clock, when it has been cancelled and is over."""
     if seconds is None:
         return await awaitable
     work = asyncio.ensure_future(awaitable)
@@ -309,7 +335,7 @@ async def within(clock: Clock, seconds: float | None, awaitable: Awaitable[T]) -
         await asyncio.wait([work, alarm], return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
-        raise TimeoutError
+        raise OutOfTime
     finally:
         alarm.cancel()
         if not work.done():

@@ -79,6 +79,7 @@ class LocalChildren:
         self._host = host
         self._driver_of = driver_of
         self._runs: dict[str, asyncio.Task[RunResult]] = {}
+        self._tokens: dict[str, CancelToken] = {}
 
     async def start(self, call_key: str, tool: str, task: str) -> str:
         assert self._agent is not None, "only an agent's own run starts its children"
@@ -86,15 +87,19 @@ class LocalChildren:
         sid = await create_child(self._host, self._parent, call_key, agent)
         if sid not in self._runs:
             driver = self._driver_of(sid, agent)
-            self._runs[sid] = asyncio.get_running_loop().create_task(run_child(driver, self._host.storage, task))
+            token = self._tokens[sid] = CancelToken()
+            run = run_child(driver, self._host.storage, task, cancel=token)
+            self._runs[sid] = asyncio.get_running_loop().create_task(run)
         return sid
 
     async def wait(self, child_id: str) -> RunResult:
         return await asyncio.shield(self._runs[child_id])
 
     async def cancel(self, child_id: str, reason: str) -> None:
+        if child_id in self._tokens:
+            self._tokens[child_id].cancel(reason)  # also a run that has only just been asked for
         try:
-            await self._driver_of(child_id, None).cancel(reason)
+            await self._driver_of(child_id, None).cancel(reason, None)
         except SessionNotFound:
             pass  # registered by its parent, but never made
         run = self._runs.get(child_id)

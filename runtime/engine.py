@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
 
 from greenroom.runtime.blocking import BlockingRuntime, BlockingSession
@@ -25,6 +25,7 @@ from greenroom.runtime.fanout import map_prompts
 from greenroom.runtime.ids import check_root_id, root_of
 from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.ports import Children, Clock, IdSource, SandboxFactory
+from greenroom.runtime.providers.optional import close as close_provider
 from greenroom.runtime.results import MapResult, RunResult, SessionInfo, Transcript, Turn
 from greenroom.runtime.session import Host, SessionDriver
 from greenroom.runtime.sessions import create_root, list_sessions, read_head, read_transcript
@@ -34,6 +35,8 @@ from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.view import info_of
 from greenroom.runtime.workspace import remove_managed_workspace
+
+R = TypeVar("R")
 
 
 class Engine(BlockingRuntime["EmbeddedSession"]):
@@ -57,7 +60,7 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
             raise ConfigError(f"host_fence is {host_fence}", hint="Give a number that only grows, or 0 for none")
         super().__init__()
         self.storage = Storage.open(storage) if isinstance(storage, str) else storage
-        self._trees = LocalTreeSandboxes(sandboxes)
+        self._trees = LocalTreeSandboxes(sandboxes, self._live_roots)
         ids = ids or RandomIds()
         self._host = Host(
             storage=self.storage,
@@ -70,8 +73,8 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
             host_fence=host_fence,
         )
         self._drivers: WeakValueDictionary[str, SessionDriver] = WeakValueDictionary()
-        self._runs: set[asyncio.Task[RunResult]] = set()
-        self._agents: dict[int, AgentConfig] = {}
+        self._runs: set[asyncio.Task[Any]] = set()
+        self._providers: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._closed = False
 
     # -- sessions
@@ -116,7 +119,7 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
         """Cancels what runs, ends the sandboxes, lets go of connections. Harmless when called again."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._host.lifetime.closed = True
         running = [driver for driver in list(self._drivers.values()) if driver.running]
         await asyncio.gather(*(driver.cancel("runtime closed", timeout) for driver in running), return_exceptions=True)
         for task in self._runs:
@@ -124,8 +127,8 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
         if self._runs:
             await asyncio.wait(self._runs, timeout=timeout)
         await self._trees.close()
-        for agent in self._agents.values():
-            await agent.llm.close()
+        for provider in list(self._providers.values()):
+            await close_provider(provider)
         await self.storage.close()
 
     async def __aenter__(self) -> Self:
@@ -150,7 +153,7 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
         elif agent is not None:
             driver.agent = agent
         if agent is not None:
-            self._agents[id(agent)] = agent
+            self._providers[id(agent.llm)] = agent.llm
         return driver
 
     def handle(self, session_id: str) -> EmbeddedSession:
@@ -167,11 +170,18 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
     def new_id(self) -> str:
         return self._host.ids.new_id()
 
+    def _live_roots(self) -> set[str]:
+        return {root_of(driver.session_id) for driver in list(self._drivers.values()) if driver.running}
+
     def check_open(self) -> None:
         if self._closed:
             raise UsageError("the runtime is closed", hint="Make a new one")
 
-    def spawn(self, run: Coroutine[Any, Any, RunResult]) -> asyncio.Task[RunResult]:
+    async def carried_on(self, run: Coroutine[Any, Any, R]) -> R:
+        """The run's result; a caller that stops waiting does not stop it."""
+        return await asyncio.shield(self.spawn(run))
+
+    def spawn(self, run: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         """A run that goes on when nobody waits for it; `close` ends it."""
         task = asyncio.get_running_loop().create_task(run)
         self._runs.add(task)
@@ -199,10 +209,12 @@ class EmbeddedSession(BlockingSession):
     ) -> RunResult:
         """Appends `text` (None: runs what submit appended) and runs to a stop.
 
-        timeout: seconds, then the run is cancelled. Raises RunFailed for a failed run only.
+        timeout: seconds, then the run is cancelled. Raises RunFailed for a failed run only. A caller that goes away
+        cancels nothing: the run goes on.
         """
         self._engine.check_open()
-        return await self._driver.run(text, timeout=timeout, cancel=cancel, request_id=request_id)
+        run = self._driver.run(text, timeout=timeout, cancel=cancel, request_id=request_id)
+        return await self._engine.carried_on(run)
 
     async def stream(self, text: str | None = None, *, request_id: str | None = None) -> AsyncIterator[Event]:
         """The run's events, ending with run_finished, also for a failed one. Leaving early cancels nothing."""
@@ -221,16 +233,18 @@ class EmbeddedSession(BlockingSession):
     async def resume(self, *, request_id: str | None = None) -> RunResult | None:
         """Goes on with an interrupted run or takes one over from an owner that died; None when nothing is in flight."""
         self._engine.check_open()
-        return await self._driver.resume(request_id=request_id)
+        return await self._engine.carried_on(self._driver.resume(request_id=request_id))
 
     async def answer(self, interrupt_id: str, response: Any, request_id: str | None = None) -> RunResult:
         """Answers the open question and runs on."""
         self._engine.check_open()
-        return await self._driver.answer(interrupt_id, response, request_id=request_id)
+        return await self._engine.carried_on(self._driver.answer(interrupt_id, response, request_id=request_id))
 
-    async def cancel(self, reason: str = "", timeout: float = 10.0) -> RunResult | None:
+    async def cancel(
+        self, reason: str = "", timeout: float = 10.0, *, request_id: str | None = None
+    ) -> RunResult | None:
         """Parks the run and everything below it as Interrupted; None when nothing is in flight."""
-        return await self._driver.cancel(reason, timeout)
+        return await self._driver.cancel(reason, timeout, request_id=request_id)
 
     async def delete(self) -> None:
         """Deletes the session and everything below it: what runs is ended, a managed workspace removed. Repeatable."""

@@ -193,7 +193,11 @@ class SandboxUnavailable(SandboxError):
 
 
 class SandboxDied(SandboxError):
-    """The sandbox went away while an operation ran; never shown as a command's output."""
+    """The sandbox went away; never shown as a command's output. `ran`: whether the operation may have begun."""
+
+    def __init__(self, message: str = "", *, ran: bool = True, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.ran = ran
 
 
 class SandboxFenced(SandboxError):

@@ -16,6 +16,8 @@ class _Session(Protocol):
 
     async def run(self, text: str | None = None) -> RunResult: ...
 
+    async def cancel(self, reason: str = "") -> RunResult | None: ...
+
 
 class _Runtime(Protocol):
     async def create_session(self, agent: AgentConfig) -> _Session: ...
@@ -44,13 +46,18 @@ async def map_prompts(
     finally:
         for task in running:
             task.cancel()
+        if running:
+            await asyncio.wait(running)
 
 
 async def _one(runtime: _Runtime, agent: AgentConfig, index: int, prompt: str) -> MapResult:
-    sid = ""
+    session: _Session | None = None
     try:
         session = await runtime.create_session(agent)
-        sid = session.id
-        return MapResult(index, sid, result=await session.run(prompt))
+        return MapResult(index, session.id, result=await session.run(prompt))
     except GreenroomError as error:
-        return MapResult(index, sid, error=error)
+        return MapResult(index, session.id if session is not None else "", error=error)
+    except asyncio.CancelledError:
+        if session is not None:
+            await session.cancel("map was left")
+        raise

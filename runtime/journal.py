@@ -27,6 +27,7 @@ NOT_RUN_REPLY_CUT = "Not run: the reply that asked for this call was cut off, so
 CUT_REPLY_NOTE = (
     "The run was stopped while you were answering, so your last message above is incomplete. It now continues."
 )
+NOT_RUN_SANDBOX_LOST = "The sandbox was lost before this call had started. It did not run."
 NOT_RUN_RUN_FAILED = "Not run, or its result is lost: the run ended first. Reason: {reason}"
 
 InProcess = "process"
@@ -64,7 +65,8 @@ class CallRecord(Value):
     """One call of a batch, final: what will run is what stands here, whatever a recovering owner's model says.
 
     key: minted once, `{sid}/{epoch}/{step}/{index}`; call_id: the provider's own id, for its history alone;
-    runs_in: whether a sandbox keeps the outcome by key; question: what an interrupting call asks, once it has run.
+    runs_in: whether a sandbox keeps the outcome by key; question: what an interrupting call asks, once it has run;
+    size: bytes of the arguments; arguments_blob: in a stored head, where large arguments lie instead.
     """
 
     key: str
@@ -77,6 +79,8 @@ class CallRecord(Value):
     may_interrupt: bool = False
     spawns: bool = False
     parallel: bool = False
+    size: int = 0
+    arguments_blob: str | None = None
     started: Mark | None = None
     outcome: Outcome | None = None
     question: Interrupt | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from greenroom.runtime.messages import Value
 
@@ -14,6 +14,7 @@ class Limits(Value):
     max_consecutive_fail: steps in a row without any success. retry_backoff: base of the exponential back-off between
     model attempts. tool_timeout: of one call. max_depth: levels of sub-agents below the root. max_children:
     sub-agents one session may start. max_seconds: of one run (it is then cancelled), None for no bound.
+    max_tokens_total: not available in this version, only None is taken.
     """
 
     max_iter: int = Field(default=10, ge=1)
@@ -23,3 +24,11 @@ class Limits(Value):
     max_depth: int = Field(default=4, ge=0)
     max_children: int = Field(default=64, ge=0)
     max_seconds: float | None = Field(default=None, ge=0)
+    max_tokens_total: int | None = None
+
+    @field_validator("max_tokens_total")
+    @classmethod
+    def _not_yet(cls, value: int | None) -> int | None:
+        if value is not None:
+            raise ValueError("token budgets are not available in this version; leave max_tokens_total at None")
+        return value

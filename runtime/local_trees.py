@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.ports import SandboxFactory
 from greenroom.runtime.tree_sandbox import SharedSandbox
 
 IDLE_SANDBOXES = 32
-"""Sandboxes kept open; beyond it the longest unused one without a running operation is closed."""
+"""Sandboxes kept open; beyond it the longest unused ones of trees that run nothing are closed."""
 
 
 class LocalTreeSandboxes:
-    def __init__(self, factory: SandboxFactory) -> None:
+    """`live`: roots of the trees that run now; their sandboxes are never closed to make room."""
+
+    def __init__(self, factory: SandboxFactory, live: Callable[[], set[str]]) -> None:
         self._factory = factory
+        self._live = live
         self._open: OrderedDict[str, SharedSandbox] = OrderedDict()
         self._lock = asyncio.Lock()
 
     async def get(self, root: str, spec: SandboxSpec) -> SharedSandbox:
         async with self._lock:
             sandbox = self._open.get(root)
+            if sandbox is not None and not sandbox.alive:
+                await self._open.pop(root).close()
+                sandbox = None
             if sandbox is None:
                 sandbox = self._open[root] = SharedSandbox(await self._factory.open(spec, root))
             self._open.move_to_end(root)
-            await self._close_idle()
+            await self._close_idle(keep=root)
             return sandbox
 
     async def find(self, root: str) -> SharedSandbox | None:
@@ -44,7 +51,8 @@ class LocalTreeSandboxes:
             self._open.clear()
             await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
 
-    async def _close_idle(self) -> None:
-        idle = [root for root, sandbox in self._open.items() if not sandbox.busy]
+    async def _close_idle(self, keep: str) -> None:
+        kept = self._live() | {keep}
+        idle = [root for root, sandbox in self._open.items() if root not in kept and not sandbox.busy]
         for root in idle[: max(0, len(self._open) - IDLE_SANDBOXES)]:
             await self._open.pop(root).close()

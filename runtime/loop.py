@@ -171,7 +171,8 @@ def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
     if isinstance(event, CancelSeen) and event.text:
         said = (TextBlock(text=event.text),)
         record.append(Message(role="assistant", content=said, stop="cancelled", stop_kind="other"))
-    if isinstance(event, Resumed) and isinstance(state, Reasoning) and record.messages[-1].role == "assistant":
+    cut_short = bool(record.messages) and record.messages[-1].role == "assistant"
+    if isinstance(event, Resumed) and isinstance(state, Reasoning) and cut_short:
         record.append(Message.user(CUT_REPLY_NOTE))
     record.update(state=state)
     return effects
@@ -179,8 +180,9 @@ def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
 
 async def save_stop(record: Record, clock: Clock) -> None:
     """Makes a stop durable: nobody owns the session any more, and the run counts."""
-    record.update(owner=None, since=clock.time(), revision=record.head.revision + 1, cancel=None)
-    await record.keep_receipt(result_of(record.head))
+    stop = {"owner": None, "since": clock.time(), "revision": record.head.revision + 1, "cancel": None}
+    receipts = await record.receipts_with(result_of(record.head.model_copy(update=stop)))
+    record.update(**stop, receipts=receipts)  # in one step: a write under way takes all of it or nothing
     await record.save()
 
 

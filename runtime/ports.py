@@ -23,18 +23,14 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class LlmProvider(Protocol):
-    """A model. Frozen configuration: the constructor makes no client and does no I/O."""
+    """A model. Frozen configuration: the constructor makes no client and does no I/O.
+
+    It may also have `preflight()`, which raises PreflightError when a call cannot work here (a key that is not set,
+    say), and an async `close()`, which lets go of the connections that this event loop holds for it.
+    """
 
     def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
         """Deltas of one reply, the last a MessageDelta; raises ProviderError. Closing the iterator ends the call."""
-        ...
-
-    def preflight(self) -> None:
-        """Raises PreflightError when a call cannot work here (a key that is not set, say)."""
-        ...
-
-    async def close(self) -> None:
-        """Lets go of connections that this event loop holds for it; the provider stays usable."""
         ...
 
 
@@ -114,6 +110,11 @@ class Sandbox(Protocol):
     kind: str
     guarantees: frozenset[str]
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be used; one that is not is closed and opened anew."""
+        ...
+
     async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
         """Ends when the command's process exits; cancelling ends its whole process tree first."""
         ...
@@ -155,7 +156,7 @@ class TreeSandbox(Protocol):
         ...
 
     async def end(self, ref: CallRef) -> None:
-        """Ends the operation of a call, if it still runs or waits; returns when it is gone."""
+        """Ends all operations of a call, also ones that are still on their way here; returns when they are gone."""
         ...
 
 

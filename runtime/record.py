@@ -95,15 +95,16 @@ class Record:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    async def keep_receipt(self, result: RunResult) -> None:
-        """Keeps the result for a request that its caller named; part of the save that ends the run."""
+    async def receipts_with(self, result: RunResult) -> tuple[Receipt, ...]:
+        """The receipts with one for this result, if its request was named by its caller. Changes nothing."""
         claim = self.head.claim
         if claim is None or not claim.given:
-            return
+            return self.head.receipts
         blob = await self._storage.put_blob(self.head.session_id, result.model_dump_json().encode())
-        if blob is not None:
-            receipt = Receipt(request_id=claim.request_id, digest=claim.digest, blob=blob)
-            self.update(receipts=(*self.head.receipts, receipt)[-KEPT_RECEIPTS:])
+        if blob is None:
+            return self.head.receipts
+        receipt = Receipt(request_id=claim.request_id, digest=claim.digest, blob=blob)
+        return (*self.head.receipts, receipt)[-KEPT_RECEIPTS:]
 
     async def mark_cancelled(self, reason: str, now: float) -> None:
         """The first act of a cancellation: from here on nobody goes on with this run, whatever dies."""
@@ -156,7 +157,7 @@ def _estimate(head: Head, inline_bytes: int) -> int:
     """About the size of the head in bytes, never much below it; cheap while it is small."""
     rough = inline_bytes + 100 * len(head.segments) + 300 * len(head.receipts) + 400 * len(head.children) + 4096
     if head.batch is not None:
-        rough += sum(600 + len(call.arguments) * 64 for call in head.batch.calls)
+        rough += sum(1600 + (call.size if call.arguments_blob is None else 0) for call in head.batch.calls)
     return rough if rough <= HEAD_BYTES else len(head.encode())
 
 

@@ -18,10 +18,10 @@ from greenroom.runtime.errors import (
     Conflict,
     Fenced,
     RunFailed,
-    SandboxFenced,
+    SandboxError,
     SessionBusy,
     SessionNotFound,
-    StorageError,
+    UsageError,
 )
 from greenroom.runtime.events import EventBuffer
 from greenroom.runtime.journal import Outcome
@@ -29,10 +29,11 @@ from greenroom.runtime.limits import Limits
 from greenroom.runtime.loop import Loop, LoopPorts, advance, park
 from greenroom.runtime.machine import Effect, Stop, UserSaid
 from greenroom.runtime.ports import ChildHost, Clock, IdSource, TreeSandboxes
+from greenroom.runtime.providers.optional import preflight
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunResult, RunStatus
 from greenroom.runtime.shelf import AgentShelf
-from greenroom.runtime.state import State, WaitingForUser, in_flight
+from greenroom.runtime.state import Interrupted, State, WaitingForUser, in_flight
 from greenroom.runtime.storage.head import Claim, Head, SandboxRef
 from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.tools.toolbox import Toolbox
@@ -56,6 +57,13 @@ RACE_ATTEMPTS = 20
 """Times a verb looks again after somebody else changed the head between its look and its write."""
 
 
+@dataclass(slots=True)
+class Lifetime:
+    """Whether the process still takes on runs."""
+
+    closed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """What a process gives to the sessions it drives; `owner` names it in the heads it owns.
@@ -71,6 +79,7 @@ class Host:
     shelf: AgentShelf
     owner: str
     host_fence: int = 0
+    lifetime: Lifetime = field(default_factory=lambda: Lifetime())
 
 
 @dataclass(slots=True)
@@ -92,6 +101,7 @@ class SessionDriver:
         self._host = host
         self._turn = asyncio.Lock()
         self._active: _Active | None = None
+        self._parkings: set[asyncio.Task[RunResult | None]] = set()
 
     @property
     def running(self) -> bool:
@@ -116,6 +126,13 @@ class SessionDriver:
     async def submit(self, text: str, *, request_id: str | None = None) -> State:
         """Appends a message, or answers the one open follow-up question, and runs nothing."""
         claim = self._claim(request_id, "submit", text)
+        if self._active is not None:
+            raise SessionBusy(
+                f"session {self.session_id!r} is running here",
+                session_id=self.session_id,
+                owner=self._host.owner,
+                hint="Wait for the run; `run` queues behind it",
+            )
         async with self._turn:
             for _ in range(RACE_ATTEMPTS):
                 head, etag = await self._read()
@@ -137,7 +154,7 @@ class SessionDriver:
         active = self._active
         if active is not None:
             await active.over.wait()
-            return active.result
+            return None if active.result is None else checked(active.result)
         return await self._perform(judge_resume, self._claim(request_id, "resume", None), cancel=cancel)
 
     async def answer(
@@ -149,25 +166,30 @@ class SessionDriver:
         assert result is not None, "an answered session runs"
         return result
 
-    async def cancel(self, reason: str = "", timeout: float | None = 10.0) -> RunResult | None:
+    async def cancel(
+        self, reason: str = "", timeout: float | None = 10.0, *, request_id: str | None = None
+    ) -> RunResult | None:
         """Parks the run wherever it is, and everything below it; None when there is nothing to cancel.
 
-        Raises SessionBusy when it has not parked after `timeout` seconds; the cancellation goes on.
+        With a request_id, asking again after it was parked gives the parked result again. Raises SessionBusy when it
+        has not parked after `timeout` seconds; the cancellation goes on.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                active = self._active
-                if active is None:
-                    return await self._park(reason)
-                active.cancel.cancel(reason)
-                await active.over.wait()
-                return active.result
-        except TimeoutError:
-            raise SessionBusy(
-                f"session {self.session_id!r} has not parked within {timeout:g} s",
-                session_id=self.session_id,
-                hint="The cancellation goes on; ask again",
-            ) from None
+        active = self._active
+        if active is not None:
+            active.cancel.cancel(reason)
+            parking = asyncio.ensure_future(_result_of(active))
+        else:
+            parking = asyncio.ensure_future(self._park(reason, again=request_id is not None))
+        self._parkings.add(parking)
+        parking.add_done_callback(self._parkings.discard)
+        done, _ = await asyncio.wait([parking], timeout=timeout)
+        if done:
+            return parking.result()
+        raise SessionBusy(
+            f"session {self.session_id!r} has not parked within {timeout:g} s",
+            session_id=self.session_id,
+            hint="The cancellation goes on; ask again",
+        )
 
     async def delete(self) -> list[str]:
         """Deletes the session and everything below it, ending what runs; answers the ids. Repeatable."""
@@ -199,6 +221,8 @@ class SessionDriver:
         recovering: bool = False,
     ) -> RunResult | None:
         async with self._turn:
+            if self._host.lifetime.closed:
+                raise UsageError("the runtime is closed", hint="Make a new one; the session lies in the store")
             clock = self._host.clock
             token = cancel.child() if cancel is not None else CancelToken(monotonic=clock.monotonic)
             active = self._active = _Active(token)
@@ -230,11 +254,11 @@ class SessionDriver:
         digest, agent = await self._agent_of(head)
         sandbox = _sandbox_of(head, agent)
         if not (plan.take_over and head.cancel is not None):
-            agent.llm.preflight()
+            preflight(agent.llm)
             Toolbox(agent).preflight(sandbox.spec.kind if sandbox is not None else None)
         if plan.take_over:
             head, etag = await self._acquire()
-            if not in_flight(head.state):  # its owner came to a stop just before
+            if not in_flight(head.state) and head.cancel is None:  # its owner came to a stop just before
                 await self._release(head, etag)
                 return None
         record = await Record.load(host.storage, host.ids, head, etag)
@@ -278,8 +302,8 @@ class SessionDriver:
                 ports = LoopPorts(host.sandboxes, children, emitter, host.clock, host.ids, token)
                 await Loop(record, agent, ports).run(effects)
             result = result_of(record.head)
-        except (StorageError, SandboxFenced) as error:
-            failed = _storage_failure(record.head, error)
+        except Exception as error:  # a store or a sandbox that is lost; the session goes on from what is durable
+            failed = _broken_off(record.head, error)
             emitter.emit("run_finished", result=failed.result)
             raise failed from error
         finally:
@@ -295,16 +319,16 @@ class SessionDriver:
         body = await self._host.storage.get_blob(self.session_id, receipt.blob)
         return None if body is None else checked(RunResult.model_validate_json(body))
 
-    async def _park(self, reason: str) -> RunResult | None:
+    async def _park(self, reason: str, *, again: bool = False) -> RunResult | None:
         host = self._host
         async with self._turn:
             for _ in range(RACE_ATTEMPTS):
                 head, etag = await self._read()
                 if not may_park(head):
-                    return None
+                    return result_of(head) if again and isinstance(head.state, Interrupted) else None
                 if head.owner is not None:
                     head, etag = await self._acquire()
-                    if not in_flight(head.state):
+                    if not in_flight(head.state) and head.cancel is None:
                         await self._release(head, etag)
                         continue
                 record = await Record.load(host.storage, host.ids, head, etag)
@@ -396,8 +420,14 @@ def _sandbox_of(head: Head, agent: AgentConfig) -> SandboxRef | None:
     return head.sandbox
 
 
-def _storage_failure(head: Head, error: Exception) -> RunFailed:
-    failure = Failure(kind=FailureKind.storage, message=str(error), retryable=False)
+async def _result_of(active: _Active) -> RunResult | None:
+    await active.over.wait()
+    return active.result
+
+
+def _broken_off(head: Head, error: Exception) -> RunFailed:
+    kind = FailureKind.sandbox_open if isinstance(error, SandboxError) else FailureKind.storage
+    failure = Failure(kind=kind, message=f"{type(error).__name__}: {error}", retryable=False)
     agent = head.state.agent
     result = RunResult(
         session_id=head.session_id,

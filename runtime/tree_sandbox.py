@@ -20,6 +20,9 @@ from greenroom.runtime.errors import SandboxConflict, SandboxDied, SandboxFenced
 from greenroom.runtime.operations import Execute, ListDir, Operation, OperationResult, ReadFile, WriteFile, is_read
 from greenroom.runtime.ports import Sandbox, TreeSandbox
 
+ENDED_CALLS = 4096
+"""Ended calls that are remembered, so that an operation of theirs that comes late is refused."""
+
 
 class FairLock:
     """Many readers or one writer, in order of arrival."""
@@ -107,7 +110,12 @@ class SharedSandbox:
         self._lock = FairLock()
         self._ledger = _Ledger()
         self._epochs: dict[str, int] = {}
+        self._ended: dict[str, None] = {}
         self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and self._sandbox.alive
 
     async def fence(self, session_id: str, epoch: int) -> frozenset[str]:
         self._check_epoch(session_id, epoch)
@@ -116,8 +124,10 @@ class SharedSandbox:
     async def perform(self, ref: CallRef, operation: Operation) -> OperationResult:
         """See TreeSandbox. Cancelling the last caller that waits for an operation ends the operation."""
         self._check_epoch(ref.session_id, ref.epoch)
-        if self._closed:
-            raise SandboxDied("the sandbox is closed")
+        if self._closed or not self._sandbox.alive:
+            raise SandboxDied("the sandbox is closed", ran=ref.call_key in self._ledger.entries)
+        if ref.call_key.partition("#")[0] in self._ended:
+            raise SandboxDied(f"the call {ref.call_key} was ended")
         self._ledger.acknowledge(ref.session_id, ref.acked_through)
         entry = self._ledger.entries.get(ref.call_key)
         if entry is None:
@@ -138,11 +148,13 @@ class SharedSandbox:
             entry.waiters -= 1
 
     async def end(self, ref: CallRef) -> None:
-        """Ends the operation of a call, if it still runs or waits; returns when it is gone."""
+        """Ends all operations of a call; one that is still on its way here is refused when it arrives."""
         self._check_epoch(ref.session_id, ref.epoch)
-        entry = self._ledger.entries.get(ref.call_key)
-        if entry is not None:
-            await self._end(ref.call_key, entry)
+        self._ended[ref.call_key] = None
+        while len(self._ended) > ENDED_CALLS:
+            del self._ended[next(iter(self._ended))]
+        mine = [(key, entry) for key, entry in self._ledger.entries.items() if key.partition("#")[0] == ref.call_key]
+        await asyncio.gather(*(self._end(key, entry) for key, entry in mine))
 
     async def close(self) -> None:
         """Ends all operations and the sandbox itself."""

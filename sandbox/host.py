@@ -50,6 +50,10 @@ class HostSandbox:
             ) from error
         return cls(workspace.resolve(), spec, await Keeper.start(), files)
 
+    @property
+    def alive(self) -> bool:
+        return self._keeper.alive
+
     async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
         limits = self._spec.limits
         bounds = [seconds for seconds in (timeout, limits.max_seconds) if seconds]

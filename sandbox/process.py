@@ -74,6 +74,10 @@ class Keeper:
             ) from None
         return keeper
 
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
     async def run(
         self, argv: Sequence[str], cwd: str, env: Mapping[str, str], timeout: float | None, limits: SandboxLimits
     ) -> ExecResult:
@@ -135,7 +139,7 @@ class Keeper:
 
     def _send(self, message: Mapping[str, object], descriptor: int | None = None) -> None:
         if not self._alive:
-            raise SandboxDied("the sandbox's keeper is gone")
+            raise SandboxDied("the sandbox's keeper is gone", ran=False)
         data = json.dumps(message).encode()
         try:
             if descriptor is None:
@@ -144,7 +148,7 @@ class Keeper:
                 socket.send_fds(self._sock, [data], [descriptor])
         except (BrokenPipeError, ConnectionResetError):
             self._lost()
-            raise SandboxDied("the sandbox's keeper is gone") from None
+            raise SandboxDied("the sandbox's keeper is gone", ran=False) from None
 
     def _receive(self) -> None:
         while True:

@@ -108,7 +108,7 @@ def _call(call: dict[str, Any], call_no: int, index: int) -> ToolCallBlock:
 def _message(text: str, calls: Sequence[ToolCallBlock], entry: dict[str, Any], request: ModelRequest) -> Message:
     content: list[Block] = [TextBlock(text=text)] if text else []
     content += calls
-    said = sum(len(getattr(block, "text", "")) for message in request.messages for block in message.content)
+    said = sum(len(getattr(block, "text", "")) for block in request.messages[-1].content) if request.messages else 0
     usage = entry.get("usage") or {"input_tokens": said // 4 + 1, "output_tokens": len(text) // 4 + 1}
     default: tuple[str, str] = ("tool_calls", "tool_calls") if calls else ("stop", "end")
     return Message(

@@ -9,8 +9,11 @@ fails by name.
 
 from __future__ import annotations
 
+import json
+
 from pydantic import TypeAdapter
 
+from greenroom.runtime.calls import compact_json
 from greenroom.runtime.errors import StorageError
 from greenroom.runtime.journal import Batch, Outcome
 from greenroom.runtime.messages import ContentBlock, Message
@@ -18,18 +21,22 @@ from greenroom.runtime.storage.head import Head, SegmentRef, short_hash
 from greenroom.runtime.storage.session_store import SessionStore
 
 LARGE_VALUE = 1024
-"""Bytes of an outcome in the open batch beyond which it gets a blob of its own."""
+"""Bytes of an outcome or of arguments in the open batch beyond which they get a blob of their own."""
 
 _CONTENT: TypeAdapter[tuple[ContentBlock, ...]] = TypeAdapter(tuple[ContentBlock, ...])
 _REFS: TypeAdapter[tuple[SegmentRef, ...]] = TypeAdapter(tuple[SegmentRef, ...])
 
 
 async def spill_values(store: SessionStore, head: Head) -> Head:
-    """The head with the large outcomes of its batch in blobs."""
+    """The head with the large arguments and outcomes of its batch in blobs."""
     if head.batch is None:
         return head
     batch = head.batch
     for call in batch.calls:
+        if call.size > LARGE_VALUE:
+            blob = await store.put_blob(head.session_id, compact_json(call.arguments).encode("utf-8", "surrogatepass"))
+            call = call.model_copy(update={"arguments": {}, "arguments_blob": blob})
+            batch = batch.put(call)
         if call.outcome is None:
             continue
         body = _CONTENT.dump_json(call.outcome.content)
@@ -54,6 +61,10 @@ async def gathered(store: SessionStore, head: Head) -> Head:
     if head.batch_blob is not None:
         batch = Batch.model_validate_json(await store.get_blob(head.session_id, head.batch_blob))
     for call in batch.calls if batch is not None else ():
+        if batch is not None and call.arguments_blob is not None:
+            arguments = json.loads(await store.get_blob(head.session_id, call.arguments_blob))
+            call = call.model_copy(update={"arguments": arguments, "arguments_blob": None})
+            batch = batch.put(call)
         if batch is not None and call.outcome is not None and call.outcome.blob is not None:
             content = _CONTENT.validate_json(await store.get_blob(head.session_id, call.outcome.blob))
             whole = Outcome(content=content, is_error=call.outcome.is_error, counts=call.outcome.counts)

@@ -29,6 +29,10 @@ class FakeSandbox:
         self.ended: list[str] = []
         self.closed = False
 
+    @property
+    def alive(self) -> bool:
+        return not self.closed
+
     async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
         self.commands.append(command)
         self.running.append(command)

@@ -19,7 +19,7 @@ from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.tools.output import to_output
 from greenroom.runtime.tools.schema import json_schema, model_of_signature, validate
-from greenroom.runtime.tools.threads import run_in_thread
+from greenroom.runtime.tools.threads import ToolEnded, run_in_thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -101,7 +101,10 @@ class Tool:
 
 async def _call(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004  # an object with an async __call__
-        return await function(*args, **named)
+        try:
+            return await function(*args, **named)
+        except (SystemExit, KeyboardInterrupt) as error:  # a tool ends itself, not the process
+            raise ToolEnded(f"{type(error).__name__}: {error}") from error
     made = await run_in_thread(lambda: function(*args, **named))
     return await made if inspect.isawaitable(made) else made
 

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+class ToolEnded(RuntimeError):
+    """A tool tried to end the process, or raised what only an interpreter should."""
+
+
 async def run_in_thread(function: Callable[[], Any]) -> Any:
     """Its result or exception. Cancelling stops the waiting, not the thread: nothing can stop a thread."""
     loop = asyncio.get_running_loop()
@@ -25,7 +29,9 @@ async def run_in_thread(function: Callable[[], Any]) -> Any:
         try:
             made = context.run(function)
         except BaseException as error:  # whatever the function raised is its caller's to see
-            failure = error
+            failure = error if isinstance(error, Exception) else ToolEnded(f"{type(error).__name__}: {error}")
+            if isinstance(error, StopIteration):  # no future takes one
+                failure = ToolEnded(f"StopIteration: {error}")
             deliver(lambda: future.set_exception(failure))
         else:
             deliver(lambda: future.set_result(made))

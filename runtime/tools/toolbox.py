@@ -52,6 +52,7 @@ class Toolbox:
             name=block.name,
             arguments=arguments or {},
             digest=call_digest(block.name, arguments or {}),
+            size=len(block.raw_arguments),
         )
         tool = self.find(block.name)
         if tool is None and block.name not in self._agent.subagents:

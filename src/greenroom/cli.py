@@ -31,6 +31,7 @@ from greenroom.runtime.errors import (
 )
 from greenroom.runtime.protocols import Runtime, Session
 from greenroom.runtime.providers import provider_from_string
+from greenroom.runtime.providers.optional import preflight
 from greenroom.runtime.results import RunResult, RunStatus
 from greenroom.runtime.sessions import list_sessions, read_head, read_transcript
 from greenroom.runtime.storage.storage import Storage
@@ -182,7 +183,8 @@ def session_cancel(
         with contextlib.suppress(ClusterError):  # no Ray there: nobody runs it any more, the store alone decides
             if kind == "ray":
                 async with _attached(url, namespace) as runtime:
-                    return await (await runtime.open(session)).cancel(reason)
+                    handle = await runtime.open(session)
+                    return await handle.cancel(reason)
         async with AgentRuntime(url) as embedded:
             return await embedded.handle(session).cancel(reason)
 
@@ -341,7 +343,7 @@ async def _agent_for(settings: Settings, session: str | None) -> AgentConfig | N
     spec = config.sandbox_spec
     if spec is not None and spec.kind == "bubblewrap":
         raise ConfigError("the sandbox 'bubblewrap' is not available in this version", hint=SANDBOX_HINT)
-    config.llm.preflight()
+    preflight(config.llm)
     return config
 
 

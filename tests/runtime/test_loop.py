@@ -653,7 +653,7 @@ async def test_a_second_owner_is_refused_and_resume_takes_over(home: Path, share
         first_sandbox = first._trees._factory.opened[sid]  # type: ignore[attr-defined]  # the fake
         first_sandbox._on_command = None
         for task in asyncio.all_tasks():
-            if task.get_coro().__qualname__ == "FakeSandbox.execute":  # type: ignore[union-attr]  # a coroutine
+            if getattr(task.get_coro(), "__qualname__", "") == "FakeSandbox.execute":
                 task.cancel()
         old = await first.open(sid)
         await old.cancel()

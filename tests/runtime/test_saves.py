@@ -142,8 +142,10 @@ async def test_a_store_that_goes_away_ends_the_run_and_loses_nothing(home: Path,
     async with over(store, sandboxes=sandboxes) as runtime:
         session = await runtime.create_session(scripted(bash("one"), bash("two"), "ok"))
         store.faults.append(Fault("unavailable", verb, "tree/", skip=3, times=1))
-        (ended,) = await asyncio.gather(session.run("go"), return_exceptions=True)
-        if isinstance(ended, BaseException):
+        run = asyncio.create_task(session.run("go"))
+        await asyncio.wait([run])
+        ended = run.exception()
+        if ended is not None:
             assert isinstance(ended, RunFailed)
             assert (ended.resumable, ended.failure.kind) == (True, "storage")
             async with over(store, sandboxes=FakeSandboxes(lambda command: "again")) as second:

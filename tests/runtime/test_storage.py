@@ -273,23 +273,28 @@ async def test_two_backends_share_the_two_roles_or_one_takes_both() -> None:
     assert Storage.shared(first).inlines
 
 
-FIXTURES = sorted((Path(__file__).parent / "heads").glob("*.json"))
+FIXTURES = sorted((Path(__file__).parent / "heads").glob("*/*.json"))
 
 
-@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
-async def test_heads_of_every_released_schema_go_on_loading(path: Path, objects: ObjectStore) -> None:
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+async def test_heads_of_every_schema_go_on_loading(path: Path, objects: ObjectStore) -> None:
     store = SessionStore(objects)
     sid = path.stem
-    await objects.put_if_absent(f"tree/{sid}/{sid}/head", path.read_bytes().strip())
+    body = path.read_bytes().strip()
+    await objects.put_if_absent(f"tree/{sid}/{sid}/head", body)
     found = await store.read(sid)
     assert found is not None
-    before = json.loads(path.read_bytes())
-    after = json.loads(found[0].encode())
-    assert {key: after[key] for key in before if key not in ("schema_version", "claim")} == {
-        key: value for key, value in before.items() if key not in ("schema_version", "claim")
-    }
+    before, after = json.loads(body), json.loads(found[0].encode())
+    assert before["schema_version"] == int(path.parent.name)
     assert after["schema_version"] == SCHEMA_VERSION
+    for field in ("session_id", "epoch", "revision", "state", "inline", "children", "usage_before"):
+        assert after[field] == before[field]
+    assert [call["key"] for call in (after["batch"] or {"calls": []})["calls"]] == [
+        call["key"] for call in (before["batch"] or {"calls": []})["calls"]
+    ]
+    if int(path.parent.name) == SCHEMA_VERSION:
+        assert found[0].encode() == body, "the form changed: raise SCHEMA_VERSION and add fixtures"
 
 
 def test_there_are_fixtures_of_every_schema() -> None:
-    assert FIXTURES
+    assert {int(path.parent.name) for path in FIXTURES} == set(range(1, SCHEMA_VERSION + 1))
