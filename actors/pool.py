@@ -53,12 +53,10 @@ class SessionPool:
             self._idle.append(self._start())
 
     def take(self, *, beyond: bool) -> Slot | None:
-        """An idle actor, the warmest first; with `beyond` a new one rather than none."""
-        if self._idle:
-            return self._idle.pop()
-        if len(self.slots) < self._size or beyond:
-            return self._start()
-        return None
+        """An idle actor, the warmest first, while fewer than the pool's size are busy; with `beyond` always one."""
+        if not beyond and len(self.slots) - len(self._idle) >= self._size:
+            return None
+        return self._idle.pop() if self._idle else self._start()
 
     def give_back(self, slot: Slot) -> None:
         """The actor is idle again; one too many, or one used up, is ended once its last events can have been read."""

@@ -82,7 +82,7 @@ class _Quiet(WSGIRequestHandler):
 @contextmanager
 def moto() -> Iterator[str]:
     """Runs moto's S3 in this process's threads, one request at a time; gives its address."""
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
     app = DomainDispatcherApplication(create_backend_app)
     lock = threading.Lock()

@@ -194,11 +194,11 @@ class S3ObjectStore:
         return self._reader
 
     def _make(self, *, retries: int) -> S3Store:
-        import boto3
+        from boto3.session import Session
         from obstore.auth.boto3 import Boto3CredentialProvider
         from obstore.store import S3Store
 
-        session = boto3.session.Session(region_name=self.region)
+        session = Session(region_name=self.region)
         options: dict[str, Any] = {"region": session.region_name or "us-east-1"}
         if self.endpoint is not None:
             options |= {"endpoint": self.endpoint, "virtual_hosted_style_request": False}

@@ -17,9 +17,13 @@ from scenes import alive, bash, call, calls, default_registry, results, scripted
 from greenroom import (
     AgentUnavailable,
     ConfigError,
+    Interrupt,
+    InterruptPending,
     PoolConfig,
     PoolMismatch,
+    RequestConflict,
     RunStatus,
+    SessionNotFound,
     SubAgent,
     ToolContext,
     UsageError,
@@ -159,11 +163,12 @@ async def test_a_queued_run_can_be_cancelled_and_leaves_a_parked_session(on_ray:
     busy = [await on_ray.create_session(scripted(bash("sleep 30"), "x")) for _ in range(2)]
     runs = [asyncio.create_task(session.run("go")) for session in busy]
     waiting = await on_ray.create_session(scripted("never now", "later"))
-    while len((await on_ray.pool_status()).busy) < 2:
-        await asyncio.sleep(0.02)
-    queued = asyncio.create_task(waiting.run("go"))
-    while (await on_ray.pool_status()).queued < 1:
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(30):
+        while len((await on_ray.pool_status()).busy) < 2:
+            await asyncio.sleep(0.02)
+        queued = asyncio.create_task(waiting.run("go"))
+        while (await on_ray.pool_status()).queued < 1:
+            await asyncio.sleep(0.02)
     result = await waiting.cancel("not needed")
     assert result is not None
     assert result.status is RunStatus.cancelled
@@ -175,6 +180,42 @@ async def test_a_queued_run_can_be_cancelled_and_leaves_a_parked_session(on_ray:
     resumed = await waiting.resume()
     assert resumed is not None
     assert resumed.text == "never now"
+
+
+async def test_a_request_id_belongs_to_its_session_and_to_its_content(on_ray: RayRuntime) -> None:
+    one, two = [await on_ray.create_session(scripted(name, "more")) for name in ("first", "second")]
+    request = uuid.uuid4().hex
+    assert (await one.run("go", request_id=request)).text == "first"
+    assert (await two.run("go", request_id=request)).text == "second"
+    assert (await one.run("go", request_id=request)).text == "first"
+    with pytest.raises(RequestConflict):
+        await one.run("something else", request_id=request)
+
+
+async def test_a_refused_request_is_taken_when_it_comes_again(on_ray: RayRuntime) -> None:
+    registry = default_registry()
+    registry.tool(lambda: Interrupt(kind="approval"), name="approve", description="asks", may_interrupt=True)
+    session = await on_ray.create_session(scripted(calls(call("approve")), "ok", "more", tools=registry))
+    first = await session.run("go")
+    assert first.interrupt is not None
+    request = uuid.uuid4().hex
+    with pytest.raises(InterruptPending):
+        await session.run("now?", request_id=request)
+    await session.answer(first.interrupt.id, "yes")
+    assert (await session.run("now?", request_id=request)).text == "more"
+
+
+async def test_deleting_a_running_session_ends_it_and_its_files(on_ray: RayRuntime, home: Path, marker: str) -> None:
+    session = await on_ray.create_session(scripted(bash(f"sleep {marker}"), "never"))
+    run = asyncio.create_task(session.run("go"))
+    await until(lambda: alive(f"sleep\0{marker}"), "the command runs")
+    assert (home / "workspaces" / session.id).exists()
+    await session.delete()
+    assert (await run).status is RunStatus.cancelled
+    assert alive(f"sleep\0{marker}") == []
+    assert not (home / "workspaces" / session.id).exists()
+    with pytest.raises(SessionNotFound):
+        await on_ray.open(session.id)
 
 
 async def test_an_actor_killed_while_it_cancels_still_ends_interrupted(on_ray: RayRuntime, marker: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from scenes import bash, call, calls, default_registry, results, scripted
 from greenroom import (
     AgentConfig,
     AgentRuntime,
+    CancelToken,
     Limits,
     ModelRequest,
     RunFailed,
@@ -30,6 +32,7 @@ from greenroom import (
 )
 from greenroom.runtime.calls import CallRef
 from greenroom.runtime.journal import CANCELLED_WHILE_RUNNING, NOT_RUN_SANDBOX_LOST, OUTCOME_UNKNOWN
+from greenroom.runtime.messages import Delta
 from greenroom.runtime.operations import Execute
 from greenroom.runtime.storage import MemoryObjectStore
 from greenroom.runtime.tree_sandbox import SharedSandbox
@@ -390,7 +393,7 @@ async def test_a_sandbox_that_cannot_be_asked_ends_the_run_and_can_be_resumed(ho
 
 async def test_a_provider_needs_only_stream(home: Path) -> None:
     class Minimal:
-        async def stream(self, request: ModelRequest, cancel: Any) -> Any:
+        async def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
             yield TextDelta("hi")
             async for delta in Scripted(["hi"]).stream(request, cancel):
                 yield delta
