@@ -6,6 +6,7 @@ Plain frozen values with a JSON form (the wire names of api.md). Nothing here de
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -127,6 +128,11 @@ class Message(Value):
     @property
     def tool_calls(self) -> tuple[ToolCallBlock, ...]:
         return tuple(block for block in self.content if isinstance(block, ToolCallBlock))
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Its JSON, made once: a message is written with every save until it is rolled into a segment."""
+        return self.__pydantic_serializer__.to_json(self)
 
     @classmethod
     def user(cls, text: str) -> Message:

@@ -162,4 +162,4 @@ def _estimate(head: Head, inline_bytes: int) -> int:
 
 
 def _size(message: Message) -> int:
-    return len(message.__pydantic_serializer__.to_json(message))
+    return len(message.encoded)

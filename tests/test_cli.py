@@ -180,6 +180,24 @@ def test_a_second_owner_is_refused_and_a_dead_ones_session_taken_over(folder: Pa
     assert "Outcome unknown" in greenroom(folder, "session", "show", "slow").stdout
 
 
+def test_stores_are_checked_and_cleaned_and_sessions_deleted(folder: Path) -> None:
+    for url in ("memory:", "sqlite:///one.db", "file:///folder"):
+        checked = greenroom(folder, "store", "check", url)
+        assert checked.returncode == 0, checked.stderr
+        assert checked.stdout.count("yes ") == 5
+        assert "usable" in checked.stdout
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+    away = greenroom(folder, "store", "check", "s3://b?endpoint=http://127.0.0.1:9", **keys)
+    assert away.returncode == 1
+    assert "cannot be used" in away.stderr
+    sid = json.loads(local(folder, "do it", "--json").stdout)["session_id"]
+    assert greenroom(folder, "session", "delete", sid).returncode == 0
+    assert greenroom(folder, "session", "show", sid).returncode == 2
+    assert not (folder / ".greenroom" / "workspaces" / sid).exists()
+    cleaned = greenroom(folder, "store", "gc", "sqlite:///.greenroom/greenroom.db", "--days", "0")
+    assert cleaned.stdout.startswith("1 objects")
+
+
 def test_an_agent_file_and_an_agent_in_a_module(folder: Path) -> None:
     (folder / "child.yaml").write_text("name: child\nprovider: scripted:child-script.yaml\n")
     (folder / "child-script.yaml").write_text("- child says\n")

@@ -48,6 +48,13 @@ def test_the_readmes_program_runs_with_a_real_model(model_server: str, tmp_path:
     assert "completed" in run(tmp_path / "readme.py", tmp_path, OPENAI_BASE_URL=f"{model_server}/v1")
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
+def test_the_programs_in_the_docs_run(page: Path, tmp_path: Path) -> None:
+    for number, program in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+        (tmp_path / f"{number}.py").write_text(program)
+        run(tmp_path / f"{number}.py", tmp_path)
+
+
 def test_the_pages_name_files_that_are_there() -> None:
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

@@ -64,7 +64,7 @@ class Segment:
 
     def encode(self) -> bytes:
         """JSON lines, one message each."""
-        return b"".join(message.__pydantic_serializer__.to_json(message) + b"\n" for message in self.messages)
+        return b"".join(message.encoded + b"\n" for message in self.messages)
 
 
 class SandboxRef(Value):
@@ -137,7 +137,9 @@ class Head(Value):
     usage_before: Usage = Usage()
 
     def encode(self) -> bytes:
-        return self.__pydantic_serializer__.to_json(self)
+        """Its JSON; the messages in it are encoded once, not with every save."""
+        rest = self.__pydantic_serializer__.to_json(self, exclude={"inline"})
+        return rest[:-1] + b',"inline":[' + b",".join(message.encoded for message in self.inline) + b"]}"
 
 
 def decode_head(body: bytes, key: str) -> Head:
