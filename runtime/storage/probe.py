@@ -7,10 +7,12 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from greenroom.runtime.errors import AlreadyExists, NotFound, PreconditionFailed, StorageError
+from greenroom.runtime.errors import AlreadyExists, NotFound, PreconditionFailed, StorageError, Undecided
 from greenroom.runtime.ports import ObjectStore
 
 LATENCY_WRITES = 5
+ATTEMPTS = 3
+"""Times the probe is made before a lost answer counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,17 @@ class ProbeReport:
 
 
 async def probe_conditions(objects: ObjectStore, prefix: str = "") -> ProbeReport:
-    """Tries every condition on an object of its own, which is removed again. Raises StorageError."""
+    """Tries every condition on an object of its own, which is removed again; anew when an answer is lost.
+
+    Raises StorageError.
+    """
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(Undecided):
+            return await _probe_once(objects, prefix)
+    return await _probe_once(objects, prefix)
+
+
+async def _probe_once(objects: ObjectStore, prefix: str) -> ProbeReport:
     key = f"{prefix}probe/{secrets.token_hex(8)}"
     try:
         first = await objects.put_if_absent(key, b"1")
