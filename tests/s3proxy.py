@@ -22,7 +22,8 @@ ERROR = (
 class Step:
     """What happens to one request.
 
-    pass: as usual; lose_reply: the server gets it, the connection then breaks; lose_request: it breaks first; STATUS CODE, as in "409 ConditionalRequestConflict": this answer, the server sees nothing; delay: seconds, then as
+    pass: as usual; lose_reply: the server gets it, then the connection breaks; lose_request: it breaks before; a status
+    and code, as in "409 ConditionalRequestConflict": this answer, the server sees nothing; delay: seconds, then as
     usual; slow: the answer's body in single bytes.
     """
 
