@@ -32,10 +32,11 @@ from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import ConfigError, SessionExists, UsageError
 from greenroom.runtime.events import Event
 from greenroom.runtime.fanout import map_prompts
+from greenroom.runtime.host import Host
 from greenroom.runtime.ids import check_root_id, root_of
 from greenroom.runtime.ports import Children, TreeSandbox
 from greenroom.runtime.results import MapResult, RunResult, SessionInfo, Transcript, Turn
-from greenroom.runtime.session import Host, SessionDriver
+from greenroom.runtime.session import SessionDriver
 from greenroom.runtime.sessions import create_root, list_sessions, read_head, read_transcript
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import State

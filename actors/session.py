@@ -26,9 +26,10 @@ from greenroom.runtime.children import create_child, run_child
 from greenroom.runtime.clock import RandomIds, SystemClock
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import ClusterError, GreenroomError, RunFailed, SessionBusy
+from greenroom.runtime.host import Host
 from greenroom.runtime.ports import Children
 from greenroom.runtime.results import RunResult
-from greenroom.runtime.session import Host, SessionDriver
+from greenroom.runtime.session import SessionDriver
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage

@@ -124,15 +124,13 @@ class BatchRun:
         self._record.update(batch=self._batch.put(call))
 
     async def _settle_lost(self) -> None:
-        """After a take-over: what may have run and cannot be asked gets the honest result."""
+        """After a take-over: what may have run and cannot be asked is ended, and gets the honest result."""
         marked = [call for call in self._batch.open_calls if call.started is not None]
         uses_sandbox = any(call.runs_in == "sandbox" for call in marked)
         incarnation = (await self._open_sandbox()).incarnation if uses_sandbox else None
         for call in marked:
             if decide(call, incarnation) is Recovery.unknown:
-                await end_call(
-                    call, self._record, self._ports.sandboxes
-                )  # what it still does there, it does for nobody
+                await end_call(call, self._record, self._ports.sandboxes)
                 self._put(call.model_copy(update={"outcome": Outcome.error(OUTCOME_UNKNOWN)}))
 
     async def _run_group(self, group: tuple[CallRecord, ...]) -> BatchEnd | None:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import RunFailed, SessionExists, SessionNotFound
+from greenroom.runtime.host import Host
 from greenroom.runtime.ids import child_id
 from greenroom.runtime.results import RunResult
-from greenroom.runtime.session import Host, SessionDriver
+from greenroom.runtime.session import SessionDriver
 from greenroom.runtime.state import AgentState, Ready, in_flight
 from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage

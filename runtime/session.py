@@ -24,18 +24,16 @@ from greenroom.runtime.errors import (
     UsageError,
 )
 from greenroom.runtime.events import EventBuffer
+from greenroom.runtime.host import Host
 from greenroom.runtime.journal import Outcome
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.loop import Loop, LoopPorts, advance, park
 from greenroom.runtime.machine import Effect, Stop, UserSaid
-from greenroom.runtime.ports import ChildHost, Clock, IdSource, TreeSandboxes
 from greenroom.runtime.providers.optional import preflight
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunResult, RunStatus
-from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import Interrupted, State, WaitingForUser, in_flight
 from greenroom.runtime.storage.head import Claim, Head, SandboxRef
-from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.tools.toolbox import Toolbox
 from greenroom.runtime.verbs import (
     Judgement,
@@ -55,31 +53,6 @@ from greenroom.runtime.workspace import resolved_spec
 
 RACE_ATTEMPTS = 20
 """Times a verb looks again after somebody else changed the head between its look and its write."""
-
-
-@dataclass(slots=True)
-class Lifetime:
-    """Whether the process still takes on runs."""
-
-    closed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What a process gives to the sessions it drives; `owner` names it in the heads it owns.
-
-    host_fence: an embedding host's own fencing number, 0 for none; a session that has seen a higher one is refused.
-    """
-
-    storage: Storage
-    sandboxes: TreeSandboxes
-    children: ChildHost
-    clock: Clock
-    ids: IdSource
-    shelf: AgentShelf
-    owner: str
-    host_fence: int = 0
-    lifetime: Lifetime = field(default_factory=lambda: Lifetime())
 
 
 @dataclass(slots=True)

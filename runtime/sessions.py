@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import SessionNotFound
+from greenroom.runtime.host import Host
 from greenroom.runtime.results import SessionInfo, Transcript
-from greenroom.runtime.session import Host
 from greenroom.runtime.state import AgentState, Ready
 from greenroom.runtime.storage.head import Head, SandboxRef
 from greenroom.runtime.storage.storage import Storage
