@@ -12,6 +12,11 @@ from greenroom.runtime.errors import ClusterError
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Of a Ray started here: nothing large goes through it."""
 
+HINTS = {
+    "local": "See that this Python has a working ray, and that /tmp has free space",
+    "auto": "Start one with `ray start --head`, or leave the address out to have one started here",
+}
+
 
 def ensure_ray(address: str | None, *, start: bool = True) -> bool:
     """Makes this process a driver of a Ray: the one it has, the one at `address`, a running one, or a new local one.
@@ -64,7 +69,5 @@ def _init(address: str) -> None:
         raise ClusterError(
             f"Ray cannot be {'started here' if address == 'local' else f'joined at {address!r}'}: "
             f"{text[0] if text else type(error).__name__}",
-            hint='With token authentication only address="auto" on a node of the cluster works'
-            if address not in ("local", "auto")
-            else "See that this Python has a working ray, and that /tmp has free space",
+            hint=HINTS.get(address, 'With token authentication only address="auto" on a node of the cluster works'),
         ) from error

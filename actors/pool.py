@@ -50,7 +50,7 @@ class SessionPool:
     def fill(self) -> None:
         """Starts actors up to the pool's size; they come up by themselves."""
         while len(self.slots) < self._size:
-            self._idle.append(self._start())
+            self._idle.insert(0, self._start())  # the coldest: it is taken last
 
     def take(self, *, beyond: bool) -> Slot | None:
         """An idle actor, the warmest first, while fewer than the pool's size are busy; with `beyond` always one."""

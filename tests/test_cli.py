@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import s3servers
 
 SCRIPT = """\
 - calls: [{name: bash, arguments: {command: "echo from-bash"}}]
@@ -258,6 +260,13 @@ RUN = ["run", "hi", "--local", "--sandbox", "host"]
             "can be written",
         ),
         case(
+            "Ray not startable",
+            ["run", "hi", "--sandbox", "host", "--model", "scripted:script.yaml"],
+            1,
+            "Ray cannot be started here",
+            RAY_TMPDIR="/proc/nowhere",
+        ),
+        case(
             "unreachable model",
             [*RUN, "--model", "openai:x"],
             1,
@@ -299,6 +308,21 @@ def test_settings_come_from_flag_then_environment_then_file(folder: Path) -> Non
     assert (folder / "from-file.db").exists()
     (folder / "greenroom.yaml").write_text("colour: red\n")
     assert greenroom(folder, "session", "list").returncode == 2
+
+
+@pytest.mark.ray
+def test_a_session_on_ray_lives_in_s3_and_goes_on_from_there(folder: Path, seaweedfs: str) -> None:
+    store = f"s3://{s3servers.BUCKET}/{uuid.uuid4().hex}?endpoint={seaweedfs}&region=us-east-1"
+    options = ["--store", store, "--json"]
+    keys = s3servers.credentials()
+    asked = greenroom(folder, "run", "ask", "--model", "scripted:asks.yaml", "--sandbox", "host", *options, **keys)
+    assert asked.returncode == 3, asked.stderr
+    sid = json.loads(asked.stdout)["session_id"]
+    answered = greenroom(folder, "session", "answer", sid, "blue", "--local", *options, **keys)
+    assert answered.returncode == 0, answered.stderr
+    assert json.loads(answered.stdout)["text"] == "thank you"
+    checked = greenroom(folder, "store", "check", store, **keys)
+    assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.ray

@@ -1,4 +1,4 @@
-"""An ObjectStore on S3 and what speaks its protocol: data through obstore, credentials through boto3.
+"""An ObjectStore on S3 and what speaks its protocol: data through obstore, credentials where boto3 finds them.
 
 A reply that was lost, or a 409, says nothing about the write: it is reported as Undecided, and whoever called compares
 write ids. For that reason the client's own retries are switched off for writes; a refusal would otherwise be of its own
@@ -7,6 +7,7 @@ first try.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -194,24 +195,18 @@ class S3ObjectStore:
         return self._reader
 
     def _make(self, *, retries: int) -> S3Store:
-        from boto3.session import Session
-        from obstore.auth.boto3 import Boto3CredentialProvider
         from obstore.store import S3Store
 
-        session = Session(region_name=self.region)
-        options: dict[str, Any] = {"region": session.region_name or "us-east-1"}
+        options: dict[str, Any] = {"region": self.region or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"}
         if self.endpoint is not None:
             options |= {"endpoint": self.endpoint, "virtual_hosted_style_request": False}
-        if session.get_credentials() is None:
-            raise StorageError(
-                f"there are no credentials for {self._name}",
-                kind="unavailable",
-                hint="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile that boto3 finds",
-            )
+        if "AWS_ACCESS_KEY_ID" in os.environ and "AWS_SECRET_ACCESS_KEY" in os.environ:
+            options |= _keys_of_environment()
+        else:
+            options |= self._found_by_boto3()
         return S3Store(
             self.bucket,
             **options,
-            credential_provider=Boto3CredentialProvider(session),
             client_options={
                 "allow_http": (self.endpoint or "").startswith("http://"),
                 "connect_timeout": CONNECT_TIMEOUT,
@@ -219,6 +214,31 @@ class S3ObjectStore:
             },
             retry_config={"max_retries": retries, "retry_timeout": REQUEST_TIMEOUT},
         )
+
+    def _found_by_boto3(self) -> dict[str, Any]:
+        """What boto3 finds in profiles, SSO and instance roles, kept fresh; raises StorageError when it is nothing."""
+        from boto3.session import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        session = Session(region_name=self.region)
+        if session.get_credentials() is None:
+            raise StorageError(
+                f"there are no credentials for {self._name}",
+                kind="unavailable",
+                hint="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile that boto3 finds",
+            )
+        found: dict[str, Any] = {"credential_provider": Boto3CredentialProvider(session)}
+        return found | ({"region": session.region_name} if session.region_name else {})
+
+
+def _keys_of_environment() -> dict[str, Any]:
+    """The plain variables; boto3 and its 8 MiB are then not needed."""
+    keys = {
+        "access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
+        "secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
+    }
+    token = os.environ.get("AWS_SESSION_TOKEN")
+    return {**keys, "session_token": token} if token else keys
 
 
 def _remade(bucket: str, prefix: str, endpoint: str | None, region: str | None) -> S3ObjectStore:

@@ -166,6 +166,21 @@ async def test_what_goes_wrong_with_s3_is_named(moto_s3: str, monkeypatch: pytes
         await Storage.open(f"s3://bucket?endpoint={moto_s3}").probe()
 
 
+async def test_a_profile_that_boto3_finds_works_as_the_plain_variables_do(
+    moto_s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in s3servers.credentials():
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "credentials").write_text(
+        f"[mine]\naws_access_key_id = {s3servers.KEY}\naws_secret_access_key = {s3servers.SECRET}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    storage = Storage.open(f"s3://{s3servers.BUCKET}/profile?endpoint={moto_s3}&region=us-east-1")
+    await storage.probe()
+    await storage.close()
+
+
 def test_file_stores_are_readable_by_hand(tmp_path: Path) -> None:
     storage: Any = Storage.open(f"file:///{tmp_path}/store")
 
