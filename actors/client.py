@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,20 +24,20 @@ from greenroom.actors.reader import follow_command, follow_session
 from greenroom.actors.supervisor import SupervisorActor
 from greenroom.actors.wire import PROTOCOL, SUPERVISOR, Command, Hello, Outcome, PoolConfig, PoolStatus
 from greenroom.runtime.agents import pack
-from greenroom.runtime.blocking import BlockingRuntime, BlockingSession
+from greenroom.runtime.blocking import BlockingSession
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.clock import RandomIds, SystemClock
 from greenroom.runtime.config import AgentConfig
-from greenroom.runtime.errors import ConfigError, SessionExists, UsageError
+from greenroom.runtime.errors import ConfigError, UsageError
 from greenroom.runtime.events import Event
-from greenroom.runtime.fanout import map_prompts
+from greenroom.runtime.facade import RuntimeFacade
 from greenroom.runtime.host import Host
 from greenroom.runtime.ids import check_root_id, root_of
 from greenroom.runtime.ports import Children, TreeSandbox
-from greenroom.runtime.results import MapResult, RunResult, SessionInfo, Transcript, Turn
+from greenroom.runtime.results import RunResult, SessionInfo, Transcript
 from greenroom.runtime.session import SessionDriver
-from greenroom.runtime.sessions import create_root, list_sessions, read_head, read_transcript
+from greenroom.runtime.sessions import create_root, read_head, read_transcript
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import State
 from greenroom.runtime.storage.head import Head
@@ -63,7 +63,7 @@ def connect(
     return RayRuntime(address, storage, namespace, pool or PoolConfig())
 
 
-class RayRuntime(BlockingRuntime["RaySession"]):
+class RayRuntime(RuntimeFacade["RaySession"]):
     """See connect()."""
 
     def __init__(self, address: str | None, storage: str | Storage, namespace: str, pool: PoolConfig) -> None:
@@ -109,23 +109,6 @@ class RayRuntime(BlockingRuntime["RaySession"]):
         self.supervisor()
         await read_head(self.storage, session_id)
         return RaySession(self, session_id, None if agent is None else await self._send_agent(agent))
-
-    async def run_turn(self, agent: AgentConfig, text: str, session_id: str | None = None) -> Turn:
-        """One message to its answer: in a new session, or in the given one, which is made when it is not there."""
-        try:
-            session = await self.create_session(agent, session_id)
-        except SessionExists:
-            session = await self.open(str(session_id), agent)
-        return Turn(session_id=session.id, result=await session.run(text))
-
-    def map(self, agent: AgentConfig, prompts: Iterable[str], concurrency: int = 64) -> AsyncIterator[MapResult]:
-        """A session per prompt, results as they finish; see fanout.map_prompts."""
-        return map_prompts(self, agent, prompts, concurrency)
-
-    async def sessions(self, prefix: str = "", state: str | None = None) -> AsyncIterator[SessionInfo]:
-        """Every session whose id starts with `prefix`, as its head tells it."""
-        async for info in list_sessions(self.storage, prefix, state):
-            yield info
 
     # -- the pool
 

@@ -107,11 +107,16 @@ class BlockingRuntime(ABC, Generic[S]):
 class BlockingSession(ABC):
     """Mixin: a session's run_sync."""
 
+    id: str
+
     def __init__(self, runtime: BlockingRuntime[Any]) -> None:
         self._blocking_runtime = runtime
 
     @abstractmethod
     async def run(self, text: str | None = None, timeout: float | None = None) -> RunResult: ...
+
+    @abstractmethod
+    async def cancel(self, reason: str = "") -> RunResult | None: ...
 
     def run_sync(self, text: str | None = None, timeout: float | None = None) -> RunResult:
         return self._blocking_runtime._blocking("run", self.run(text, timeout))

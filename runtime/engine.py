@@ -9,27 +9,27 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
 
-from greenroom.runtime.blocking import BlockingRuntime, BlockingSession
+from greenroom.runtime.blocking import BlockingSession
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.children import LocalChildren
 from greenroom.runtime.clock import RandomIds, SystemClock
 from greenroom.runtime.config import AgentConfig
-from greenroom.runtime.errors import ConfigError, SessionExists, UsageError
+from greenroom.runtime.errors import ConfigError, UsageError
 from greenroom.runtime.events import Event, follow_run
-from greenroom.runtime.fanout import map_prompts
+from greenroom.runtime.facade import RuntimeFacade
 from greenroom.runtime.host import Host
 from greenroom.runtime.ids import check_root_id, root_of
 from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.ports import Children, Clock, IdSource, SandboxFactory
 from greenroom.runtime.providers.optional import close as close_provider
-from greenroom.runtime.results import MapResult, RunResult, SessionInfo, Transcript, Turn
+from greenroom.runtime.results import RunResult, SessionInfo, Transcript
 from greenroom.runtime.session import SessionDriver
-from greenroom.runtime.sessions import create_root, list_sessions, read_head, read_transcript
+from greenroom.runtime.sessions import create_root, read_head, read_transcript
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import State
 from greenroom.runtime.storage.head import Head
@@ -40,7 +40,7 @@ from greenroom.runtime.workspace import remove_managed_workspace
 R = TypeVar("R")
 
 
-class Engine(BlockingRuntime["EmbeddedSession"]):
+class Engine(RuntimeFacade["EmbeddedSession"]):
     """Sessions of this process over one storage.
 
     storage: a URL or a Storage; sandboxes: opens sandboxes; host_fence: an embedding host's own fencing number, 0 for
@@ -96,23 +96,6 @@ class Engine(BlockingRuntime["EmbeddedSession"]):
         if agent is None and session_id not in self._drivers:
             await self._host.shelf.get(head.agent)
         return EmbeddedSession(self, self._driver(session_id, agent))
-
-    async def run_turn(self, agent: AgentConfig, text: str, session_id: str | None = None) -> Turn:
-        """One message to its answer: in a new session, or in the given one, which is made when it is not there."""
-        try:
-            session = await self.create_session(agent, session_id)
-        except SessionExists:
-            session = await self.open(str(session_id), agent)
-        return Turn(session_id=session.id, result=await session.run(text))
-
-    def map(self, agent: AgentConfig, prompts: Iterable[str], concurrency: int = 64) -> AsyncIterator[MapResult]:
-        """A session per prompt, results as they finish; see fanout.map_prompts."""
-        return map_prompts(self, agent, prompts, concurrency)
-
-    async def sessions(self, prefix: str = "", state: str | None = None) -> AsyncIterator[SessionInfo]:
-        """Every session whose id starts with `prefix`, as its head tells it."""
-        async for info in list_sessions(self.storage, prefix, state):
-            yield info
 
     # -- lifetime
 

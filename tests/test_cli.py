@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import s3servers
+from scenes import greenroom
 
 SCRIPT = """\
 - calls: [{name: bash, arguments: {command: "echo from-bash"}}]
@@ -38,19 +39,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "script.yaml").write_text(SCRIPT)
     (tmp_path / "asks.yaml").write_text(ASKS)
     return tmp_path
-
-
-def greenroom(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "greenroom", *arguments],
-        cwd=folder,
-        env={**os.environ, "RAY_ADDRESS": "local", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
 
 
 def local(folder: Path, *arguments: str, model: str = "scripted:script.yaml") -> subprocess.CompletedProcess[str]:

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
-from scenes import default_registry, results
+from scenes import default_registry, greenroom, results
 
 from greenroom import AgentConfig, AgentRuntime, OpenAICompatible, PreflightError, RunFailed, RunStatus
 from greenroom.testing import strict_history
 
 pytestmark = pytest.mark.model
-
-
-def greenroom(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a folder of its own, without the settings of this machine."""
-    return subprocess.run(
-        [sys.executable, "-m", "greenroom", *arguments],
-        cwd=folder,
-        env={**os.environ, "RAY_ADDRESS": "local", **environment},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
 
 
 def busy_slots(base: str) -> int:
