@@ -172,7 +172,8 @@ class SandboxActorClient:
                 except ActorSilent:
                     await asyncio.sleep(SILENCE_PAUSE)
         except asyncio.CancelledError:
-            await asyncio.shield(self.end(ref))
+            ending = self._handle.end_operation.remote(self.incarnation, ref)
+            await asyncio.shield(self._ask(ending, CALL_TIMEOUT))
             raise
 
     async def end(self, ref: CallRef) -> None:

@@ -111,6 +111,7 @@ class SandboxPool:
         self._count = 0
         self._open: OrderedDict[str, SandboxInfo] = OrderedDict()
         self._spare: list[Any] = []
+        self._started: list[Any] = []
         self._locks: dict[str, asyncio.Lock] = {}
 
     @property
@@ -149,11 +150,11 @@ class SandboxPool:
             self._spare.append(info.actor)
 
     async def stop(self) -> None:
-        actors = [info.actor for info in self._open.values()] + self._spare
         self._open.clear()
         self._spare.clear()
-        for actor in actors:
+        for actor in self._started:  # also one that is just being opened
             ray.kill(actor)
+        self._started.clear()
 
     async def _open_new(self, root: str, spec: SandboxSpec, live: frozenset[str]) -> SandboxInfo:
         actor = self._take(live)
@@ -183,6 +184,7 @@ class SandboxPool:
         name = f"greenroom-sandbox-{self._incarnation}-{self._count}"
         actor: Any = SandboxActor.options(name=name, namespace=self._namespace, lifetime="detached").remote()
         actor.pid.remote()  # its first call: the process imports what it needs before it is needed
+        self._started.append(actor)
         return actor
 
     async def _answers(self, info: SandboxInfo) -> bool:

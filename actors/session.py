@@ -109,8 +109,9 @@ class SessionHost:
                 if path not in sys.path and Path(path).is_dir():
                     sys.path.append(path)
             host = self._ensure_host()
-            agent = await host.shelf.get(command.agent) if command.agent is not None else None
-            return Outcome(await self._verb(self._driver(command.session_id, agent), command, token))
+            driver = self._driver(command.session_id)
+            driver.agent = await host.shelf.get(command.agent) if command.agent is not None else None
+            return Outcome(await self._verb(driver, command, token))
         except GreenroomError as error:
             return Outcome(error=error)
         except Exception as error:  # a mistake of ours must not look like the actor's death
@@ -148,7 +149,7 @@ class SessionHost:
         return Outcome()
 
     async def _events(self, session_id: str, position: int) -> EventPage:
-        buffer = self._driver(session_id, None).events
+        buffer = self._driver(session_id).events
         try:
             async with asyncio.timeout(EVENT_WAIT):
                 await buffer.wait(position)
@@ -163,15 +164,13 @@ class SessionHost:
             await asyncio.sleep(0.001)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    def _driver(self, session_id: str, agent: AgentConfig | None) -> SessionDriver:
+    def _driver(self, session_id: str) -> SessionDriver:
         driver = self._drivers.get(session_id)
         if driver is None:
-            driver = self._drivers[session_id] = SessionDriver(session_id, self._ensure_host(), agent)
+            driver = self._drivers[session_id] = SessionDriver(session_id, self._ensure_host())
             idle = [sid for sid, kept in self._drivers.items() if not kept.running and sid != session_id]
             for sid in idle[: max(0, len(self._drivers) - KEPT_SESSIONS)]:
                 del self._drivers[sid]
-        elif agent is not None:
-            driver.agent = agent
         return driver
 
     def _ensure_host(self) -> Host:

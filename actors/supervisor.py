@@ -46,6 +46,7 @@ class _Run:
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     actor: SessionActorClient | None = None
     recoveries: int = 0
+    joined: list[CommandKey] = field(default_factory=list)
 
     @property
     def refused(self) -> bool:
@@ -113,7 +114,8 @@ class SupervisorHost:
             )
         live = self._live.get(command.session_id)
         if command.verb == "resume" and live is not None:
-            self._runs[command.key] = live  # resume joins what is running
+            self._runs[command.key] = _Run(command, live.outcome, live.placed, live.actor)  # it joins what is running
+            live.joined.append(command.key)
             return Outcome()
         run = _Run(command, asyncio.get_running_loop().create_future())
         self._runs[command.key] = run
@@ -259,7 +261,7 @@ class SupervisorHost:
 
     def _forget_oldest(self, finished: _Run) -> None:
         """Keeps a bounded number of outcomes, the latest."""
-        self._finished.append(finished.command.key)
+        self._finished.extend([finished.command.key, *finished.joined])
         while len(self._finished) > KEPT_OUTCOMES:
             key = self._finished.popleft()
             known = self._runs.get(key)

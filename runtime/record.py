@@ -13,9 +13,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from greenroom.runtime.messages import Message
+from greenroom.runtime.messages import Message, Value
 from greenroom.runtime.ports import IdSource
-from greenroom.runtime.results import RunResult
 from greenroom.runtime.storage.head import CancelMark, Head, Receipt, Segment
 from greenroom.runtime.storage.storage import Storage
 
@@ -48,6 +47,7 @@ class Record:
         self._ids = ids
         self._etag = etag
         self._inline_bytes = sum(map(_size, head.inline))
+        self._blobs: set[str] = set()  # written by this owner: they need not be written with every save
         self._version = 0  # counts changes asked to be written
         self._durable_version = 0
         self._writing: asyncio.Task[None] | None = None
@@ -95,12 +95,12 @@ class Record:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    async def receipts_with(self, result: RunResult) -> tuple[Receipt, ...]:
-        """The receipts with one for this result, if its request was named by its caller. Changes nothing."""
+    async def receipts_with(self, answer: Value) -> tuple[Receipt, ...]:
+        """The receipts with one for this answer, if its request was named by its caller. Changes nothing."""
         claim = self.head.claim
         if claim is None or not claim.given:
             return self.head.receipts
-        blob = await self._storage.put_blob(self.head.session_id, result.model_dump_json().encode())
+        blob = await self._storage.put_blob(self.head.session_id, answer.model_dump_json().encode(), self._blobs)
         if blob is None:
             return self.head.receipts
         receipt = Receipt(request_id=claim.request_id, digest=claim.digest, blob=blob)
@@ -141,13 +141,13 @@ class Record:
         """The head as it will lie in the store, within its bound: large parts in objects of their own."""
         storage = self._storage
         name = f"{head.epoch}-{head.write_no}-{head.write_id[:12]}"
-        spilled = await storage.spill_values(head)
+        spilled = await storage.spill_values(head, self._blobs)
         full = storage.inlines and _estimate(spilled, self._inline_bytes) > HEAD_BYTES
         if head.inline and (full or self._inline_bytes > ROLL_BYTES or not storage.inlines):
             ref = await storage.transcripts.append(head.session_id, Segment(name, head.inline))
             spilled = spilled.model_copy(update={"segments": (*head.segments, ref), "inline": ()})
         if full:
-            spilled = await storage.spill_batch(spilled)
+            spilled = await storage.spill_batch(spilled, self._blobs)
         if len(spilled.segments) > FOLD_SEGMENTS:
             spilled = await storage.fold(spilled, name)
         return spilled

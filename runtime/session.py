@@ -33,7 +33,7 @@ from greenroom.runtime.providers.optional import preflight
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunResult, RunStatus
 from greenroom.runtime.state import Interrupted, State, WaitingForUser, in_flight
-from greenroom.runtime.storage.head import Claim, Head, SandboxRef
+from greenroom.runtime.storage.head import Claim, Head, Receipt, SandboxRef
 from greenroom.runtime.tools.toolbox import Toolbox
 from greenroom.runtime.verbs import (
     Judgement,
@@ -74,7 +74,9 @@ class SessionDriver:
         self._host = host
         self._turn = asyncio.Lock()
         self._active: _Active | None = None
+        self._tokens: set[CancelToken] = set()  # of the verb that runs and of those that wait for their turn
         self._parkings: set[asyncio.Task[RunResult | None]] = set()
+        self._deleting = False
 
     @property
     def running(self) -> bool:
@@ -109,12 +111,13 @@ class SessionDriver:
         async with self._turn:
             for _ in range(RACE_ATTEMPTS):
                 head, etag = await self._read()
-                if head.claim is not None and head.claim == claim:
+                if receipt_for(head, claim) is not None:
                     return head.state  # this very request was taken before
                 plan = judge_submit(head, text)
                 record = await Record.load(self._host.storage, self._host.ids, head, etag)
                 record.update(claim=claim)
                 _apply(record, plan, Limits())
+                record.update(receipts=await record.receipts_with(record.head.state))
                 try:
                     await record.save()
                 except (Conflict, Fenced):
@@ -147,12 +150,10 @@ class SessionDriver:
         With a request_id, asking again after it was parked gives the parked result again. Raises SessionBusy when it
         has not parked after `timeout` seconds; the cancellation goes on.
         """
-        active = self._active
-        if active is not None:
-            active.cancel.cancel(reason)
-            parking = asyncio.ensure_future(_result_of(active))
-        else:
-            parking = asyncio.ensure_future(self._park(reason, again=request_id is not None))
+        active, asked = self._active, request_id is not None or bool(self._tokens)
+        for token in list(self._tokens):
+            token.cancel(reason)
+        parking = asyncio.ensure_future(_result_of(active) if active is not None else self._park(reason, again=asked))
         self._parkings.add(parking)
         parking.add_done_callback(self._parkings.discard)
         done, _ = await asyncio.wait([parking], timeout=timeout)
@@ -166,16 +167,24 @@ class SessionDriver:
 
     async def delete(self) -> list[str]:
         """Deletes the session and everything below it, ending what runs; answers the ids. Repeatable."""
-        active = self._active
-        if active is not None:
-            active.cancel.cancel("deleted")
-            await active.over.wait()
-        async with self._turn:
-            return await self._host.storage.delete_tree(self.session_id)
+        self._deleting = True
+        try:
+            for token in list(self._tokens):
+                token.cancel("deleted")
+            async with self._turn:
+                found = await self._host.storage.checkpoints.read(self.session_id)
+                if found is not None:
+                    self._check_host_fence(found[0])
+                return await self._host.storage.delete_tree(self.session_id)
+        finally:
+            self._deleting = False
 
     async def recover(self, request_id: str, *, cancel: CancelToken | None = None) -> RunResult | None:
         """Goes on with a request whose owner died: its run, or its result; None when it had not been accepted."""
         head, _ = await self._read()
+        receipt = next((kept for kept in head.receipts if kept.request_id == request_id), None)
+        if receipt is not None:
+            return await self._result_behind(receipt)
         if head.claim is None or head.claim.request_id != request_id:
             return None
         if head.owner is None:
@@ -193,11 +202,27 @@ class SessionDriver:
         cancel: CancelToken | None = None,
         recovering: bool = False,
     ) -> RunResult | None:
+        token = cancel.child() if cancel is not None else CancelToken(monotonic=self._host.clock.monotonic)
+        self._tokens.add(token)
+        try:
+            return await self._perform_in_turn(judge, claim, token, timeout=timeout, recovering=recovering)
+        finally:
+            self._tokens.discard(token)
+
+    async def _perform_in_turn(
+        self,
+        judge: Callable[[Head], Judgement],
+        claim: Claim,
+        token: CancelToken,
+        *,
+        timeout: float | None,
+        recovering: bool,
+    ) -> RunResult | None:
         async with self._turn:
             if self._host.lifetime.closed:
                 raise UsageError("the runtime is closed", hint="Make a new one; the session lies in the store")
-            clock = self._host.clock
-            token = cancel.child() if cancel is not None else CancelToken(monotonic=clock.monotonic)
+            if self._deleting:
+                raise SessionNotFound(f"session {self.session_id!r} is being deleted", session_id=self.session_id)
             active = self._active = _Active(token)
             try:
                 for _ in range(RACE_ATTEMPTS):
@@ -239,6 +264,8 @@ class SessionDriver:
             record.update(
                 epoch=head.epoch + 1, epoch_write_no=head.write_no + 1, owner=host.owner, since=host.clock.time()
             )
+        if plan.take_over and head.claim is not None and head.claim.given:
+            claim = head.claim  # the run still answers the request that began it
         record.update(claim=claim, agent=digest, sandbox=sandbox, host_fence=host.host_fence)
         if head.cancel is not None:
             return record, agent, ()
@@ -287,8 +314,9 @@ class SessionDriver:
 
     async def _replayed(self, head: Head, claim: Claim) -> RunResult | None:
         receipt = receipt_for(head, claim)
-        if receipt is None:
-            return replay(head, claim)
+        return replay(head, claim) if receipt is None else await self._result_behind(receipt)
+
+    async def _result_behind(self, receipt: Receipt) -> RunResult | None:
         body = await self._host.storage.get_blob(self.session_id, receipt.blob)
         return None if body is None else checked(RunResult.model_validate_json(body))
 
@@ -329,13 +357,16 @@ class SessionDriver:
                 hint="See `greenroom session list`, and that the store is the right one",
             )
         head, etag = found
+        self._check_host_fence(head)
+        return await self._host.storage.gathered(head), etag
+
+    def _check_host_fence(self, head: Head) -> None:
         if head.host_fence > self._host.host_fence:
             raise Fenced(
                 f"session {self.session_id!r} was fenced by host fence {head.host_fence}, this runtime has "
                 f"{self._host.host_fence}",
                 hint="Another host has taken the session over; this one must let go of it",
             )
-        return await self._host.storage.gathered(head), etag
 
     async def _acquire(self) -> tuple[Head, str]:
         head, etag = await self._host.storage.checkpoints.acquire(self.session_id, self._host.owner)

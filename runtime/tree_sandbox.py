@@ -126,7 +126,7 @@ class SharedSandbox:
         self._check_epoch(ref.session_id, ref.epoch)
         if self._closed or not self._sandbox.alive:
             raise SandboxDied("the sandbox is closed", ran=ref.call_key in self._ledger.entries)
-        if ref.call_key.partition("#")[0] in self._ended:
+        if ref.call_key in self._ended or f"{ref.call_key.partition('#')[0]}#*" in self._ended:
             raise SandboxDied(f"the call {ref.call_key} was ended")
         self._ledger.acknowledge(ref.session_id, ref.acked_through)
         entry = self._ledger.entries.get(ref.call_key)
@@ -150,11 +150,22 @@ class SharedSandbox:
     async def end(self, ref: CallRef) -> None:
         """Ends all operations of a call; one that is still on its way here is refused when it arrives."""
         self._check_epoch(ref.session_id, ref.epoch)
-        self._ended[ref.call_key] = None
-        while len(self._ended) > ENDED_CALLS:
-            del self._ended[next(iter(self._ended))]
+        self._note_ended(f"{ref.call_key}#*")
         mine = [(key, entry) for key, entry in self._ledger.entries.items() if key.partition("#")[0] == ref.call_key]
         await asyncio.gather(*(self._end(key, entry) for key, entry in mine))
+
+    async def end_operation(self, ref: CallRef) -> None:
+        """Ends this one operation, also before it has arrived; the call may go on with others."""
+        self._check_epoch(ref.session_id, ref.epoch)
+        self._note_ended(ref.call_key)
+        entry = self._ledger.entries.get(ref.call_key)
+        if entry is not None:
+            await self._end(ref.call_key, entry)
+
+    def _note_ended(self, key: str) -> None:
+        self._ended[key] = None
+        while len(self._ended) > ENDED_CALLS:
+            del self._ended[next(iter(self._ended))]
 
     async def close(self) -> None:
         """Ends all operations and the sandbox itself."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
+import ray
+import yaml
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -62,11 +66,5 @@ def test_the_pages_name_files_that_are_there() -> None:
 
 
 def test_the_cluster_file_is_one_that_ray_takes() -> None:
-    import json
-
-    import jsonschema
-    import ray
-    import yaml
-
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
     jsonschema.validate(yaml.safe_load((ROOT / "cluster.yaml").read_text()), schema)

@@ -27,31 +27,32 @@ _CONTENT: TypeAdapter[tuple[ContentBlock, ...]] = TypeAdapter(tuple[ContentBlock
 _REFS: TypeAdapter[tuple[SegmentRef, ...]] = TypeAdapter(tuple[SegmentRef, ...])
 
 
-async def spill_values(store: SessionStore, head: Head) -> Head:
+async def spill_values(store: SessionStore, head: Head, known: set[str]) -> Head:
     """The head with the large arguments and outcomes of its batch in blobs."""
     if head.batch is None:
         return head
     batch = head.batch
     for call in batch.calls:
         if call.size > LARGE_VALUE:
-            blob = await store.put_blob(head.session_id, compact_json(call.arguments).encode("utf-8", "surrogatepass"))
+            body = compact_json(call.arguments).encode("utf-8", "surrogatepass")
+            blob = await store.put_blob(head.session_id, body, known)
             call = call.model_copy(update={"arguments": {}, "arguments_blob": blob})
             batch = batch.put(call)
         if call.outcome is None:
             continue
         body = _CONTENT.dump_json(call.outcome.content)
         if len(body) > LARGE_VALUE:
-            blob = await store.put_blob(head.session_id, body)
+            blob = await store.put_blob(head.session_id, body, known)
             small = call.outcome.model_copy(update={"content": (), "blob": blob})
             batch = batch.put(call.model_copy(update={"outcome": small}))
     return head.model_copy(update={"batch": batch}) if batch is not head.batch else head
 
 
-async def spill_batch(store: SessionStore, head: Head) -> Head:
+async def spill_batch(store: SessionStore, head: Head, known: set[str]) -> Head:
     """The head with its whole batch in a blob."""
     if head.batch is None:
         return head
-    blob = await store.put_blob(head.session_id, head.batch.model_dump_json().encode())
+    blob = await store.put_blob(head.session_id, head.batch.model_dump_json().encode(), known)
     return head.model_copy(update={"batch": None, "batch_blob": blob})
 
 

@@ -8,6 +8,7 @@ first try.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -159,11 +160,11 @@ class S3ObjectStore:
                 raise NotFound(f"there is no {key}", kind="not_found", key=key) from error
             return missing
         except failed.AlreadyExistsError as error:
-            if creating and "409" not in str(error):
+            if creating and _status_in(error) != 409:
                 raise AlreadyExists(f"{key} is already there", key=key) from error
             raise Undecided(f"{key}: the store left the write undecided", key=key) from error
         except failed.PreconditionError as error:
-            if "status code: 404" in str(error):
+            if _status_in(error) == 404:
                 raise NotFound(f"there is no {key}", kind="not_found", key=key) from error
             raise PreconditionFailed(f"{key} was changed by somebody else", key=key) from error
         except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
@@ -248,6 +249,12 @@ def _remade(bucket: str, prefix: str, endpoint: str | None, region: str | None) 
 def _certainly_not_sent(text: str) -> bool:
     """Failures to connect: nothing has reached the server."""
     return "Connection refused" in text or "dns error" in text or "ConnectError" in text
+
+
+def _status_in(error: BaseException) -> int | None:
+    """The HTTP status that obstore's message tells, in its own fixed words; the key and the URL may hold any number."""
+    found = re.search(r"returned non-2xx status code: (\d{3})", str(error))
+    return int(found.group(1)) if found else None
 
 
 def _first_line(error: BaseException) -> str:

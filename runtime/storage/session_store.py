@@ -12,6 +12,7 @@ compares write ids. It never changes what a caller gave it beyond ownership in `
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import uuid
 from collections.abc import AsyncIterator, Iterable
@@ -50,9 +51,6 @@ DECIDE_ATTEMPTS = 8
 DECIDE_PAUSE = 0.05
 """Seconds before the second try of an undecided write; doubled for each further one."""
 
-KNOWN_BLOBS = 4096
-"""Blobs a process remembers to have written, so that it does not write them again with every save."""
-
 
 class SessionStore:
     """`prefix`: put before every key, with its own slash at the end."""
@@ -60,7 +58,6 @@ class SessionStore:
     def __init__(self, objects: ObjectStore, prefix: str = "") -> None:
         self.objects = objects
         self._prefix = prefix
-        self._known_blobs: set[tuple[str, str]] = set()
 
     # -- heads
 
@@ -131,7 +128,8 @@ class SessionStore:
             await self._mark_active(head)
         new = await self._decide(sid, key, body, head, etag)
         if head.owner is None:
-            await self.objects.delete(self._active_key(sid))
+            with contextlib.suppress(StorageError):  # the head has landed; the mark is only a hint
+                await self.objects.delete(self._active_key(sid))
         return new
 
     async def delete(self, sid: str) -> None:
@@ -185,6 +183,9 @@ class SessionStore:
             head = decode_head(found[0], key)
             if head.life == "tombstone":
                 if now - head.since > older_than:
+                    for child in head.children.values():  # the deletion may have been cut off
+                        if await self._read_head(child) is not None:
+                            await self.delete_tree(child)
                     await self.remove(unquote(sid))
                     await self.objects.delete(key)
                     removed += 1
@@ -269,15 +270,17 @@ class SessionStore:
     async def get_index(self, sid: str, name: str) -> bytes:
         return await self._get_immutable(self._session_key(sid, f"index/{name}"))
 
-    async def put_blob(self, sid: str, body: bytes) -> str:
-        """The blob's name: the hash of its content."""
+    async def put_blob(self, sid: str, body: bytes, known: set[str]) -> str:
+        """The blob's name: the hash of its content. `known`: names that the caller has put before, and this one."""
         name = hashlib.sha256(body).hexdigest()
-        if (sid, name) not in self._known_blobs:
+        if name not in known:
             await self._put_immutable(self._session_key(sid, f"blob/{name}"), body)
-            if len(self._known_blobs) >= KNOWN_BLOBS:
-                self._known_blobs.clear()
-            self._known_blobs.add((sid, name))
+            known.add(name)
         return name
+
+    async def is_tombstone(self, sid: str) -> bool:
+        found = await self.objects.get(self._head_key(sid))
+        return found is not None and decode_head(found[0], self._head_key(sid)).life == "tombstone"
 
     async def get_blob(self, sid: str, name: str) -> bytes:
         key = self._session_key(sid, f"blob/{name}")

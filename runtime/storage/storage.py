@@ -78,13 +78,13 @@ class Storage:
 
     # Large parts of a session: only stores over objects lay them apart, a host's own ports get whole heads.
 
-    async def spill_values(self, head: Head) -> Head:
+    async def spill_values(self, head: Head, known: set[str]) -> Head:
         store = self._own()
-        return head if store is None else await layout.spill_values(store, head)
+        return head if store is None else await layout.spill_values(store, head, known)
 
-    async def spill_batch(self, head: Head) -> Head:
+    async def spill_batch(self, head: Head, known: set[str]) -> Head:
         store = self._own()
-        return head if store is None else await layout.spill_batch(store, head)
+        return head if store is None else await layout.spill_batch(store, head, known)
 
     async def fold(self, head: Head, name: str) -> Head:
         store = self._own()
@@ -102,10 +102,14 @@ class Storage:
             return await layout.messages_of(store, head)
         return (*await self.transcripts.read(head.session_id, head.segments), *head.inline)
 
-    async def put_blob(self, sid: str, body: bytes) -> str | None:
+    async def put_blob(self, sid: str, body: bytes, known: set[str]) -> str | None:
         """Keeps bytes under the hash of their content; None for a storage that keeps none."""
         store = self._own()
-        return None if store is None else await store.put_blob(sid, body)
+        return None if store is None else await store.put_blob(sid, body, known)
+
+    async def is_tombstone(self, sid: str) -> bool:
+        """Whether the session was deleted, perhaps not wholly."""
+        return isinstance(self.checkpoints, SessionStore) and await self.checkpoints.is_tombstone(sid)
 
     async def get_blob(self, sid: str, name: str) -> bytes | None:
         store = self._own()

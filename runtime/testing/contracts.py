@@ -65,6 +65,8 @@ async def check_object_store(factory: Factory[ObjectStore], *, writers: int = WR
         check("what is read is what was written", await store.get("a/k") == (b"one", first))
         await _raises("a second create is refused", store.put_if_absent("a/k", b"two"), AlreadyExists)
         check("a refused create changes nothing", await store.get("a/k") == (b"one", first))
+        await store.put_if_absent("a/409-412/404", b"")
+        await _raises("whatever its name says", store.put_if_absent("a/409-412/404", b""), AlreadyExists)
         second = await store.put_if_match("a/k", b"two", first)
         check("another content has another etag", first != second)
         check("a write is read at once", await store.get("a/k") == (b"two", second))

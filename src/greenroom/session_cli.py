@@ -154,9 +154,11 @@ def session_delete(session: SessionArgument, store: StoreOption = None) -> None:
     url = load_settings(store=store).store
 
     async def work() -> None:
+        owner = ""
         async with open_storage(url) as storage:
-            head = await read_head(storage, session)
-        kind, namespace, _ = f"{head.owner or ''}::".split(":", 2)
+            if not await storage.is_tombstone(session):  # one that was cut off is gone on with
+                owner = (await read_head(storage, session)).owner or ""
+        kind, namespace, _ = f"{owner}::".split(":", 2)
         with contextlib.suppress(ClusterError):
             if kind == "ray":
                 async with attach(url, namespace) as runtime:

@@ -24,15 +24,18 @@ from greenroom import (
     Limits,
     ModelRequest,
     PreflightError,
+    RequestConflict,
     RunFailed,
     RunStatus,
     Scripted,
     SessionBusy,
     Storage,
     SubAgent,
+    TextDelta,
     ToolContext,
     ToolRegistry,
     UsageError,
+    register_default_tools,
 )
 from greenroom.runtime.journal import (
     CANCELLED_BEFORE_START,
@@ -311,8 +314,6 @@ async def test_what_is_missing_is_said_before_anything_runs(runtime: AgentRuntim
     no_sandbox = await runtime.create_session(scripted("x", sandbox=None))
     with pytest.raises(PreflightError, match="needs a sandbox"):
         await no_sandbox.run("go")
-    from greenroom import register_default_tools
-
     registry = ToolRegistry()
     register_default_tools(registry, trust="sandboxed")
     distrusting = await runtime.create_session(scripted("x", tools=registry))
@@ -375,8 +376,6 @@ async def test_a_cancelled_stream_keeps_what_it_said(runtime: AgentRuntime) -> N
     class Endless(Scripted):
         async def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Any]:
             if request.call_no == 0:
-                from greenroom import TextDelta
-
                 yield TextDelta("half a ")
                 streaming.set()
                 await asyncio.sleep(60)
@@ -808,8 +807,6 @@ async def test_a_failed_stream_ends_with_its_result_and_a_refused_one_raises(run
 
 
 async def test_a_request_id_gives_the_first_answer_again(runtime: AgentRuntime) -> None:
-    from greenroom import RequestConflict
-
     session = await runtime.create_session(scripted("one", "two"))
     first = await session.run("go", request_id="r1")
     assert await session.run("go", request_id="r1") == first

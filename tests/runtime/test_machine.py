@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,7 +232,5 @@ def test_every_state_comes_back_from_its_json(event: Any) -> None:
 
 
 def test_the_diagram_in_the_docs_is_the_table() -> None:
-    from pathlib import Path
-
     page = Path(__file__).parents[2] / "docs" / "states.md"
     assert machine.diagram() in page.read_text(encoding="utf-8"), "run: python docs/make_states.py"

@@ -16,8 +16,11 @@ from greenroom import (
     AgentConfig,
     AgentRuntime,
     CancelToken,
+    ExecResult,
+    Fenced,
     Limits,
     ModelRequest,
+    RequestConflict,
     RunFailed,
     RunStatus,
     SandboxDied,
@@ -34,7 +37,7 @@ from greenroom.runtime.calls import CallRef
 from greenroom.runtime.journal import CANCELLED_WHILE_RUNNING, NOT_RUN_SANDBOX_LOST, OUTCOME_UNKNOWN
 from greenroom.runtime.messages import Delta
 from greenroom.runtime.operations import Execute
-from greenroom.runtime.storage import MemoryObjectStore
+from greenroom.runtime.storage import MemoryObjectStore, SessionStore
 from greenroom.runtime.tree_sandbox import SharedSandbox
 from greenroom.testing import FakeSandbox, FakeSandboxes, Fault, FaultyStore, strict_history
 
@@ -330,7 +333,128 @@ async def test_a_users_tool_that_uses_the_sandbox_is_ended_there_too(home: Path)
         assert sandboxes.opened[session.id].running == []
 
 
+async def test_one_operation_of_a_tool_can_be_given_up_and_the_next_one_made() -> None:
+    async def hang(command: str) -> str:
+        if command == "slow":
+            await asyncio.sleep(60)
+        return command
+
+    sandbox = FakeSandbox(hang)
+    shared = SharedSandbox(sandbox)
+    slow = asyncio.create_task(shared.perform(ref("k"), Execute("slow")))
+    while not sandbox.running:
+        await asyncio.sleep(0)
+    await shared.end_operation(ref("k"))
+    await asyncio.gather(slow, return_exceptions=True)
+    assert sandbox.running == []
+    with pytest.raises(SandboxDied):
+        await shared.perform(ref("k"), Execute("slow"))
+    assert isinstance(await shared.perform(ref("k#1"), Execute("next")), ExecResult)
+    again = asyncio.create_task(shared.perform(ref("k#2"), Execute("slow")))
+    while not sandbox.running:
+        await asyncio.sleep(0)
+    await shared.end_operation(ref("k#2"))
+    await asyncio.gather(again, return_exceptions=True)
+    assert sandbox.running == []
+
+
 # -- saves
+
+
+async def test_a_taken_over_run_still_answers_the_request_that_began_it(home: Path) -> None:
+    charged: list[str] = []
+    gate = asyncio.Event()
+
+    async def model(request: ModelRequest) -> str:
+        if not gate.is_set():
+            await asyncio.sleep(60)
+        return "charged"
+
+    def charge() -> str:
+        charged.append("x")
+        return "ok"
+
+    objects = MemoryObjectStore()
+    agent = scripted(calls(call("charge")), model, "once more", tools=tools(charge), sandbox=None)
+    async with over(objects) as first, over(objects) as second:
+        session = await first.create_session(agent)
+        lost = asyncio.create_task(session.run("charge me", request_id="A"))
+        while not charged or (await session.status()).state != "Reasoning":
+            await asyncio.sleep(0.001)
+        gate.set()
+        other = await second.open(session.id, agent)
+        resumed = await other.resume()
+        assert resumed is not None
+        assert await other.run("charge me", request_id="A") == resumed
+        assert charged == ["x"]
+        lost.cancel()
+
+
+async def test_a_submit_that_comes_again_is_taken_once(home: Path) -> None:
+    async with over(MemoryObjectStore()) as runtime:
+        session = await runtime.create_session(scripted("one", "two", sandbox=None, tools=ToolRegistry()))
+        await session.submit("hello", request_id="R")
+        await session.submit("hello", request_id="R")
+        with pytest.raises(RequestConflict):
+            await session.submit("something else", request_id="R")
+        await session.run()
+        await session.submit("hello", request_id="R")
+        assert [message.text for message in (await session.transcript()).messages] == ["hello", "one"]
+
+
+async def test_deleting_does_not_wait_for_queued_runs(home: Path) -> None:
+    asked: list[int] = []
+
+    async def model(request: ModelRequest) -> str:
+        asked.append(request.call_no)
+        await asyncio.sleep(60)
+        return "x"
+
+    async with over(MemoryObjectStore()) as runtime:
+        session = await runtime.create_session(scripted(model, model, sandbox=None, tools=ToolRegistry()))
+        runs = [asyncio.create_task(session.run("go")) for _ in range(2)]
+        while not asked:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(session.delete(), 5)
+        await asyncio.gather(*runs, return_exceptions=True)
+        assert asked == [0]
+        assert [info async for info in runtime.sessions()] == []
+
+
+async def test_a_session_made_again_under_a_deleted_id_has_all_of_its_parts(home: Path) -> None:
+    objects = MemoryObjectStore()
+    batch = calls(call("askFollowupQuestion", question="?"), call("write_file", path="f", content="x" * 3000))
+    async with over(objects) as runtime:
+        for _ in range(2):
+            session = await runtime.create_session(scripted(batch, "ok"), "again")
+            assert (await session.run("go")).status is RunStatus.suspended
+            assert (await session.status()).waiting_for is not None
+            await session.delete()
+            await SessionStore(objects).collect_garbage(-1, 10**12)
+
+
+async def test_a_deletion_cut_off_after_the_root_is_finished_by_the_garbage_collection(home: Path) -> None:
+    objects = MemoryObjectStore()
+    child = scripted("c", name="child", sandbox=None)
+    async with over(objects) as runtime:
+        session = await runtime.create_session(
+            scripted(calls(call("helper", task="h")), "ok", subagents={"helper": SubAgent(child)})
+        )
+        await session.run("go")
+        await SessionStore(objects).delete(session.id)
+        assert len([info async for info in runtime.sessions()]) == 1
+        await SessionStore(objects).collect_garbage(-1, 10**12)
+        assert [info async for info in runtime.sessions()] == []
+
+
+async def test_a_host_with_a_lower_fence_cannot_delete(home: Path) -> None:
+    objects = MemoryObjectStore()
+    async with AgentRuntime(Storage.over(objects), host_fence=5, sandboxes=FakeSandboxes()) as new:
+        session = await new.create_session(scripted("one"))
+        await session.run("go")
+    async with AgentRuntime(Storage.over(objects), host_fence=3, sandboxes=FakeSandboxes()) as old:
+        with pytest.raises(Fenced):
+            await old.handle(session.id).delete()
 
 
 async def test_a_stop_and_its_receipt_are_one_write(home: Path) -> None:
