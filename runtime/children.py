@@ -53,7 +53,7 @@ async def run_child(
     """Drives a child to its stop from wherever it is; a failed run is a result too."""
     found = await storage.checkpoints.read(driver.session_id)
     if found is None:
-        raise SessionNotFound(f"there is no session {driver.session_id!r}", session_id=driver.session_id)
+        raise SessionNotFound.of(driver.session_id)
     head = await storage.gathered(found[0])
     try:
         if isinstance(head.state, Ready) and head.state.agent.call_no == 0:

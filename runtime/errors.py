@@ -79,6 +79,14 @@ class SessionError(GreenroomError):
 class SessionNotFound(SessionError, LookupError):
     """The store has no session of this id."""
 
+    @classmethod
+    def of(cls, session_id: str) -> SessionNotFound:
+        return cls(
+            f"there is no session {session_id!r} in this store",
+            session_id=session_id,
+            hint="See `greenroom session list`, and that the store is the right one",
+        )
+
 
 class SessionExists(SessionError):
     """A session of this id is already there."""

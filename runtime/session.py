@@ -25,15 +25,15 @@ from greenroom.runtime.errors import (
 )
 from greenroom.runtime.events import EventBuffer
 from greenroom.runtime.host import Host
-from greenroom.runtime.journal import Outcome
 from greenroom.runtime.limits import Limits
-from greenroom.runtime.loop import Loop, LoopPorts, advance, park
-from greenroom.runtime.machine import Effect, Stop, UserSaid
+from greenroom.runtime.loop import Loop, LoopPorts, park
+from greenroom.runtime.machine import Effect, Stop
+from greenroom.runtime.plans import apply_plan, sandbox_of
 from greenroom.runtime.providers.optional import preflight
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunResult, RunStatus
-from greenroom.runtime.state import Interrupted, State, WaitingForUser, in_flight
-from greenroom.runtime.storage.head import Claim, Head, Receipt, SandboxRef
+from greenroom.runtime.state import Interrupted, State, in_flight
+from greenroom.runtime.storage.head import Claim, Head, Receipt
 from greenroom.runtime.tools.toolbox import Toolbox
 from greenroom.runtime.verbs import (
     Judgement,
@@ -49,7 +49,6 @@ from greenroom.runtime.verbs import (
     replay,
 )
 from greenroom.runtime.view import result_of
-from greenroom.runtime.workspace import resolved_spec
 
 RACE_ATTEMPTS = 20
 """Times a verb looks again after somebody else changed the head between its look and its write."""
@@ -116,7 +115,7 @@ class SessionDriver:
                 plan = judge_submit(head, text)
                 record = await Record.load(self._host.storage, self._host.ids, head, etag)
                 record.update(claim=claim)
-                _apply(record, plan, Limits())
+                apply_plan(record, plan, Limits())
                 record.update(receipts=await record.receipts_with(record.head.state))
                 try:
                     await record.save()
@@ -250,7 +249,7 @@ class SessionDriver:
         """Acquires the session and makes the plan's change durable; None when somebody else was faster."""
         host = self._host
         digest, agent = await self._agent_of(head)
-        sandbox = _sandbox_of(head, agent)
+        sandbox = sandbox_of(head, agent)
         if not (plan.take_over and head.cancel is not None):
             preflight(agent.llm)
             Toolbox(agent).preflight(sandbox.spec.kind if sandbox is not None else None)
@@ -269,7 +268,7 @@ class SessionDriver:
         record.update(claim=claim, agent=digest, sandbox=sandbox, host_fence=host.host_fence)
         if head.cancel is not None:
             return record, agent, ()
-        effects = _apply(record, plan, agent.limits)
+        effects = apply_plan(record, plan, agent.limits)
         try:
             if not isinstance(effects[0], Stop):
                 await record.save()
@@ -351,11 +350,7 @@ class SessionDriver:
     async def _read(self) -> tuple[Head, str]:
         found = await self._host.storage.checkpoints.read(self.session_id)
         if found is None:
-            raise SessionNotFound(
-                f"there is no session {self.session_id!r} in this store",
-                session_id=self.session_id,
-                hint="See `greenroom session list`, and that the store is the right one",
-            )
+            raise SessionNotFound.of(self.session_id)
         head, etag = found
         self._check_host_fence(head)
         return await self._host.storage.gathered(head), etag
@@ -393,35 +388,6 @@ class SessionDriver:
             session_id=self.session_id,
             hint="Try again",
         )
-
-
-def _apply(record: Record, plan: Plan, limits: Limits) -> tuple[Effect, ...]:
-    """The plan's change in memory: the answer into the journal, the message into the transcript, the state moved."""
-    if plan.answer is not None:
-        _consume(record, plan.answer)
-    effects: tuple[Effect, ...] = ()
-    for event in plan.events:
-        effects = advance(record, event, limits)
-        if isinstance(event, UserSaid) and plan.message is not None:
-            record.append(plan.message)
-            record.update(usage_before=record.head.state.agent.usage)
-    return effects
-
-
-def _consume(record: Record, answer: Outcome) -> None:
-    """The open question has its answer; that counts as a revision of its own."""
-    state, batch = record.head.state, record.head.batch
-    assert isinstance(state, WaitingForUser), "only a waiting session is answered"
-    assert batch is not None, "a waiting session has an open batch"
-    answered = batch.call(state.interrupt_id).model_copy(update={"outcome": answer})
-    record.update(batch=batch.put(answered), revision=record.head.revision + 1)
-
-
-def _sandbox_of(head: Head, agent: AgentConfig) -> SandboxRef | None:
-    """The tree's sandbox; a root gets it from its agent the first time that agent has one."""
-    if head.sandbox is None and head.parent is None and agent.sandbox_spec is not None:
-        return SandboxRef(spec=resolved_spec(agent.sandbox_spec, head.root))
-    return head.sandbox
 
 
 async def _result_of(active: _Active) -> RunResult | None:

@@ -35,11 +35,7 @@ async def read_head(storage: Storage, session_id: str) -> Head:
     """Raises SessionNotFound."""
     found = await storage.checkpoints.read(session_id)
     if found is None:
-        raise SessionNotFound(
-            f"there is no session {session_id!r} in this store",
-            session_id=session_id,
-            hint="See `greenroom session list`, and that the store is the right one",
-        )
+        raise SessionNotFound.of(session_id)
     return await storage.gathered(found[0])
 
 

@@ -85,7 +85,7 @@ async def check_object_store(factory: Factory[ObjectStore], *, writers: int = WR
         await store.delete_many([*keys, "b/never"])
         check("many are deleted, missing ones are fine", [key async for key in store.list("b/")] == [])
 
-        for size in (0, 1, 1 << 20):
+        for size in (0, 1, 1 << 10, 10 << 20):
             data = bytes(range(256)) * (size // 256) if size > 1 else b"x" * size
             await store.put_if_absent(f"c/{size}", data)
             found = await store.get(f"c/{size}")

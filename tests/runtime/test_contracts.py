@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import s3servers
 
-from greenroom import ConfigError, Storage, StorageError
+from greenroom import ConfigError, PreconditionFailed, Storage, StorageError, Undecided
 from greenroom.runtime.ports import ObjectStore
 from greenroom.runtime.storage import Head, MemoryObjectStore, SessionStore
 from greenroom.runtime.storage.probe import probe_conditions, require_conditions
@@ -32,6 +34,34 @@ async def test_every_object_store_keeps_the_contract(object_store: Make) -> None
 async def test_the_session_store_keeps_both_contracts_over_every_store(object_store: Make) -> None:
     await check_checkpoint_store(lambda: SessionStore(object_store()))
     await check_transcript_store(lambda: SessionStore(object_store()))
+
+
+async def test_racing_writers_make_one_line_of_writes(object_store: Make) -> None:
+    """Linearisable: every write that succeeded replaced exactly the one before it."""
+    store = object_store()
+    first = await store.put_if_absent("line", b"start")
+    followed: dict[str, str] = {}
+
+    async def write(writer: int) -> None:
+        for number in range(6):
+            found = await store.get("line")
+            assert found is not None
+            try:
+                made = await store.put_if_match("line", f"{writer}-{number}".encode(), found[1])
+            except (PreconditionFailed, Undecided):
+                continue
+            assert found[1] not in followed, "two writes replaced the same one"
+            followed[found[1]] = made
+
+    await asyncio.gather(*(write(writer) for writer in range(6)))
+    etag, length = first, 0
+    while etag in followed:
+        etag, length = followed[etag], length + 1
+    assert length == len(followed) >= 6
+    found = await store.get("line")
+    assert found is not None
+    assert found[1] == etag
+    await store.close()
 
 
 @pytest.mark.parametrize("object_store", ["memory", "sqlite", "file"], indirect=True)
@@ -179,6 +209,27 @@ async def test_a_profile_that_boto3_finds_works_as_the_plain_variables_do(
     storage = Storage.open(f"s3://{s3servers.BUCKET}/profile?endpoint={moto_s3}&region=us-east-1")
     await storage.probe()
     await storage.close()
+
+
+@pytest.mark.parametrize("url", ["sqlite:///x.db", "file:///folder"])
+def test_a_full_disk_is_named(url: str, tmp_path: Path) -> None:
+    script = f"""
+import asyncio, resource, signal
+from greenroom import Storage, StorageError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+async def main():
+    storage = Storage.open({url!r})
+    await storage.probe()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    try:
+        for number in range(100):
+            await storage.objects.put_if_absent(f"k/{{number}}", b"x" * 1_000_000)
+    except StorageError as error:
+        print(error.kind, error.key, bool(error.hint))
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.stdout == "unavailable k/0 True\n", ran.stderr
 
 
 def test_file_stores_are_readable_by_hand(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from greenroom import (
     RequestConflict,
     RunFailed,
     RunStatus,
+    SessionExists,
     SessionNotFound,
     Storage,
     SubAgent,
@@ -27,6 +28,7 @@ from greenroom import (
 from greenroom.runtime.ports import ObjectStore
 from greenroom.runtime.record import FOLD_SEGMENTS, HEAD_BYTES, KEPT_RECEIPTS
 from greenroom.runtime.storage import MemoryObjectStore, SessionStore
+from greenroom.runtime.storage.head import tombstone_of
 from greenroom.testing import FakeSandboxes, Fault, FaultyStore, strict_history
 
 
@@ -133,6 +135,22 @@ async def test_a_write_whose_answer_is_lost_is_decided_and_nothing_is_repeated(
         result = await session.run("go")
         assert result.status is RunStatus.completed
         assert sandboxes.opened[session.id].commands == ["one", "two"]
+        strict_history((await session.transcript()).messages)
+
+
+@pytest.mark.parametrize("kind", ["lose_reply", "lose_request"])
+@pytest.mark.parametrize("part", ["agent/", "active/", "seg/", "blob/", "/head"])
+async def test_a_lost_answer_to_the_writing_of_any_object_is_decided(
+    home: Path, store: FaultyStore, kind: Any, part: str
+) -> None:
+    sandboxes = FakeSandboxes(lambda command: "z" * 20_000)
+    store.faults.append(Fault(kind, "put_if_absent", part, times=2))
+    async with over(store, sandboxes=sandboxes) as runtime:
+        session = await runtime.create_session(
+            scripted(calls(call("bash", command="1"), call("bash", command="2")), "ok")
+        )
+        assert (await session.run("go")).status is RunStatus.completed
+        assert sandboxes.opened[session.id].commands == ["1", "2"]
         strict_history((await session.transcript()).messages)
 
 
@@ -260,6 +278,28 @@ async def test_writes_and_bytes_per_step_do_not_grow_with_the_history(home: Path
     assert late < early * 1.3
 
 
+async def test_a_thousand_segments_and_sessions_are_no_other_case(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("greenroom.runtime.record.ROLL_BYTES", 10)
+    objects = MemoryObjectStore()
+    async with over(objects) as runtime:
+        script = [calls(call("read"))] * 600
+        registry = ToolRegistry()
+        registry.tool(lambda: "x", name="read", effect="read_only")
+        session = await runtime.create_session(
+            scripted(*script, "ok", tools=registry, sandbox=None, limits=Limits(max_iter=2000), durability="step")
+        )
+        await session.run("go")
+        segments = [key async for key in objects.list(f"tree/{session.id}/") if "/seg/" in key]
+        assert len(segments) > 1000
+        assert len((await session.transcript()).messages) == 1202
+        assert await SessionStore(objects).collect_garbage(0, 0) > 10, "the indices before the last one"
+        strict_history((await session.transcript()).messages)
+        quick = scripted("x", sandbox=None, tools=ToolRegistry())
+        for number in range(1100):
+            await runtime.create_session(quick, f"many-{number:04}")
+        assert len([info async for info in runtime.sessions(prefix="many-")]) == 1100
+
+
 # -- receipts
 
 
@@ -276,6 +316,10 @@ async def test_a_receipt_answers_long_after_and_from_another_process(home: Path)
         with pytest.raises(RequestConflict):
             await again.run("something else", request_id="the one")
         assert (await again.status()).revision == 21
+        for number in range(KEPT_RECEIPTS):
+            await again.run("more", request_id=f"later {number}")
+        beyond = await again.run("go", request_id="the one")
+        assert beyond != first, "beyond the ring it is a new request, as the docs say"
 
 
 # -- host fences
@@ -369,6 +413,23 @@ async def test_a_deletion_that_is_cut_off_anywhere_can_be_done_again(home: Path,
     async with over(objects) as runtime:
         assert [info async for info in runtime.sessions()] == []
     assert all([key.endswith("/head") async for key in objects.list("tree/")])
+
+
+async def test_a_registered_child_without_a_head_gets_a_tombstone(home: Path) -> None:
+    objects = MemoryObjectStore()
+    async with over(objects) as runtime:
+        session = await runtime.create_session(scripted("ok"))
+        key = f"tree/{session.id}/{session.id}/head"
+        found = await objects.get(key)
+        assert found is not None
+        child = f"{session.id}~never-made"
+        body = found[0].replace(b'"children":{}', b'"children":{"k":"' + child.encode() + b'"}')
+        await objects.put_if_match(key, body, found[1])
+        await session.delete()
+        store = SessionStore(objects)
+        assert await store.is_tombstone(child)
+        with pytest.raises(SessionExists):
+            await store.create(child, tombstone_of(child, None).model_copy(update={"write_id": "late"}))
 
 
 async def test_garbage_that_nobody_refers_to_goes_and_what_is_referred_to_stays(home: Path) -> None:
