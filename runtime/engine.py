@@ -25,7 +25,7 @@ from greenroom.runtime.facade import RuntimeFacade
 from greenroom.runtime.host import Host
 from greenroom.runtime.ids import check_root_id, root_of
 from greenroom.runtime.local_trees import LocalTreeSandboxes
-from greenroom.runtime.ports import Children, Clock, IdSource, SandboxFactory
+from greenroom.runtime.ports import Children, Clock, IdSource, LlmProvider, SandboxFactory
 from greenroom.runtime.providers.optional import close as close_provider
 from greenroom.runtime.results import RunResult, SessionInfo, Transcript
 from greenroom.runtime.session import SessionDriver
@@ -75,7 +75,8 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         )
         self._drivers: WeakValueDictionary[str, SessionDriver] = WeakValueDictionary()
         self._runs: set[asyncio.Task[Any]] = set()
-        self._providers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._providers: WeakValueDictionary[int, LlmProvider] = WeakValueDictionary()
+        self._lasting_providers: dict[int, LlmProvider] = {}
         self._closed = False
 
     # -- sessions
@@ -111,7 +112,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         if self._runs:
             await asyncio.wait(self._runs, timeout=timeout)
         await self._trees.close()
-        for provider in list(self._providers.values()):
+        for provider in [*self._providers.values(), *self._lasting_providers.values()]:
             await close_provider(provider)
         await self.storage.close()
 
@@ -137,7 +138,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         elif agent is not None:
             driver.agent = agent
         if agent is not None:
-            self._providers[id(agent.llm)] = agent.llm
+            self._remember(agent.llm)
         return driver
 
     def handle(self, session_id: str) -> EmbeddedSession:
@@ -153,6 +154,14 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
 
     def new_id(self) -> str:
         return self._host.ids.new_id()
+
+    def _remember(self, provider: LlmProvider) -> None:
+        """Notes a provider whose connections `close` lets go of, for as long as anybody uses it."""
+        if hasattr(provider, "close"):
+            try:
+                self._providers[id(provider)] = provider
+            except TypeError:  # it takes no weak references
+                self._lasting_providers[id(provider)] = provider
 
     def _live_roots(self) -> set[str]:
         return {root_of(driver.session_id) for driver in list(self._drivers.values()) if driver.running}

@@ -71,11 +71,10 @@ async def test_a_sandbox_forgets_an_outcome_only_when_it_is_durable(home: Path) 
             await asyncio.sleep(0.001)
         shared = await runtime._trees.find(session.id)
         assert shared is not None
-        for _ in range(100):
+        while not run.done() and not read.is_set():
             await asyncio.sleep(0.001)
             if any(key.endswith("/2/0") for key in shared._ledger.entries):
                 read.set()
-                break
         assert read.is_set(), "the read runs while bash's outcome is still being saved"
         assert any(key.endswith("/1/0") for key in shared._ledger.entries)
         await run
@@ -187,16 +186,20 @@ async def test_the_cancel_mark_of_a_question_survives_and_its_answer_is_not_swal
 
 
 async def test_a_caller_that_goes_away_cancels_nothing(home: Path) -> None:
-    gate = asyncio.Event()
+    running, gate = asyncio.Event(), asyncio.Event()
 
     async def wait(command: str) -> str:
+        running.set()
         await gate.wait()
         return "x"
 
     async with over(MemoryObjectStore(), FakeSandboxes(wait)) as runtime:
         session = await runtime.create_session(scripted(bash("x"), "ok"))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(session.run("go"), 0.05)
+        caller = asyncio.create_task(session.run("go"))
+        await running.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
         assert (await session.status()).state == "ToolExecuting"
         gate.set()
         while (await session.status()).state != "Success":
@@ -249,7 +252,8 @@ async def test_submit_is_refused_while_the_session_runs_here(home: Path) -> None
     async with over(MemoryObjectStore()) as runtime:
         session = await runtime.create_session(scripted(model, sandbox=None, tools=ToolRegistry()))
         run = asyncio.create_task(session.run("go"))
-        await asyncio.sleep(0.01)
+        while (await session.status()).owner is None:
+            await asyncio.sleep(0)
         with pytest.raises(SessionBusy):
             await asyncio.wait_for(session.submit("more"), 1)
         gate.set()
@@ -517,6 +521,8 @@ async def test_a_sandbox_that_cannot_be_asked_ends_the_run_and_can_be_resumed(ho
 
 async def test_a_provider_needs_only_stream(home: Path) -> None:
     class Minimal:
+        __slots__ = ()
+
         async def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
             yield TextDelta("hi")
             async for delta in Scripted(["hi"]).stream(request, cancel):
@@ -525,3 +531,27 @@ async def test_a_provider_needs_only_stream(home: Path) -> None:
     async with over(MemoryObjectStore()) as runtime:
         turn = await runtime.run_turn(AgentConfig(name="m", provider=Minimal()), "hello")
         assert turn.result.text == "hi"
+
+
+async def test_providers_are_closed_with_the_runtime_whatever_they_are(home: Path) -> None:
+    closed: list[str] = []
+
+    class Slotted:
+        __slots__ = ()
+
+        async def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
+            async for delta in Scripted(["hi"]).stream(request, cancel):
+                yield delta
+
+        async def close(self) -> None:
+            closed.append("slotted")
+
+    class Plain(Scripted):
+        async def close(self) -> None:
+            closed.append("plain")
+
+    plain = Plain(["hi"])
+    async with over(MemoryObjectStore()) as runtime:
+        await runtime.run_turn(AgentConfig(name="s", provider=Slotted()), "hello")
+        await runtime.run_turn(AgentConfig(name="p", provider=plain), "hello")
+    assert sorted(closed) == ["plain", "slotted"]
