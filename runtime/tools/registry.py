@@ -206,9 +206,6 @@ class ToolRegistry:
                 raise KeyError(f"there is no tool {name!r}; there are: {', '.join(self._tools) or 'none'}")
         return ToolRegistry(self._tools[name] for name in wanted)
 
-    def copy(self) -> ToolRegistry:
-        return ToolRegistry(self._tools.values())
-
     def __contains__(self, name: object) -> bool:
         return name in self._tools
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable
 from datetime import datetime
@@ -184,10 +183,6 @@ def session_tree(infos: dict[str, SessionInfo], root: str, labels: dict[str, str
 
 def print_json(document: Any) -> None:
     print(json.dumps(document, ensure_ascii=False))
-
-
-def is_terminal() -> bool:
-    return sys.stdout.isatty()
 
 
 def _short(text: str) -> str:
