@@ -15,7 +15,6 @@ from greenroom.runtime.calls import CallRef, Interrupt, ToolContext, ToolOutput
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.emitter import Emitter
 from greenroom.runtime.errors import PreflightError, SandboxDied, SandboxFenced, SandboxUnavailable
-from greenroom.runtime.ids import child_id
 from greenroom.runtime.journal import (
     NOT_RUN_SANDBOX_LOST,
     OUTCOME_UNKNOWN,
@@ -71,7 +70,7 @@ def open_batch(message: Message, record: Record, toolbox: Toolbox, limits: Limit
     """The batch of a model's reply: keys are minted here, once."""
     head = record.head
     calls = []
-    children = len(head.children)
+    children = len(head.spawned)
     for index, block in enumerate(message.tool_calls):
         call = toolbox.record(block, call_key(head.session_id, head.epoch, step, index))
         if call.spawns:
@@ -169,8 +168,7 @@ class BatchRun:
         marked = call.model_copy(update={"started": Mark(place=place, epoch=self._record.head.epoch)})
         self._put(marked)
         if call.spawns:
-            head = self._record.head
-            self._record.update(children={**head.children, call.key: child_id(head.root, call.key)})
+            self._record.head = self._record.head.with_child(call.key)
         return marked
 
     def _take_outcomes(self, tasks: dict[str, asyncio.Task[Outcome | Interrupt]]) -> Asked | None:
@@ -304,7 +302,8 @@ async def end_batch(record: Record, sandboxes: TreeSandboxes, children: Children
     if batch is None:
         return
     await asyncio.gather(*(end_call(call, record, sandboxes) for call in batch.open_calls if call.started is not None))
-    live = [head.children[call.key] for call in batch.open_calls if call.key in head.children]
+    children_of = head.children
+    live = [children_of[call.key] for call in batch.open_calls if call.key in children_of]
     await asyncio.gather(*(children.cancel(child, reason) for child in live))
 
 

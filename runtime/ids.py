@@ -7,6 +7,12 @@ from urllib.parse import quote
 
 from greenroom.runtime.errors import ConfigError
 
+SANDBOX = "sandbox"
+"""The path element of a tree's sandbox, beside those of its sessions; no session's id is encoded so."""
+
+MAX_REQUEST_ID = 128
+"""Characters of a caller's request id."""
+
 MAX_ID = 200
 """Characters of a host-chosen session id."""
 
@@ -22,6 +28,16 @@ def check_root_id(session_id: str) -> str:
     return session_id
 
 
+def check_request_id(request_id: str) -> str:
+    """A caller's request id as it is; raises ConfigError for one that no receipt can carry."""
+    if not 0 < len(request_id) <= MAX_REQUEST_ID or not request_id.isprintable() or not request_id.isascii():
+        raise ConfigError(
+            f"the request id {request_id[:MAX_REQUEST_ID]!r} cannot be used",
+            hint=f"Use 1 to {MAX_REQUEST_ID} printable ASCII characters; a UUID does",
+        )
+    return request_id
+
+
 def root_of(session_id: str) -> str:
     """A child's id is `{root}~{hash}`: the root follows from any id."""
     return session_id.partition("~")[0]
@@ -35,4 +51,6 @@ def child_id(root: str, call_key: str) -> str:
 def encode_id(session_id: str) -> str:
     """A session id as one path element; host-chosen ids may hold anything."""
     quoted = quote(session_id, safe="~")
-    return quoted.replace(".", "%2E") if quoted in (".", "..") else quoted
+    if quoted in (".", "..", SANDBOX):  # mean something in a path, or in a tree
+        return f"%{ord(quoted[0]):02X}{quoted[1:].replace('.', '%2E')}"
+    return quoted

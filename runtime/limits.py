@@ -6,6 +6,9 @@ from pydantic import Field, field_validator
 
 from greenroom.runtime.messages import Value
 
+MAX_CHILDREN = 1024
+"""A session's head names all its children, and a head is bounded."""
+
 
 class Limits(Value):
     """Bounds of one session's runs; times in seconds, 0 switches a time limit off.
@@ -13,8 +16,8 @@ class Limits(Value):
     max_iter: model replies a run may take, kept over resume and answer; the batch of the last one still runs.
     max_consecutive_fail: steps in a row without any success. retry_backoff: base of the exponential back-off between
     model attempts. tool_timeout: of one call. max_depth: levels of sub-agents below the root. max_children:
-    sub-agents one session may start. max_seconds: of one run (it is then cancelled), None for no bound.
-    max_tokens_total: not available in this version, only None is taken.
+    sub-agents one session may start, at most MAX_CHILDREN. max_seconds: of one run (it is then cancelled), None for no
+    bound. max_tokens_total: not available in this version, only None is taken.
     """
 
     max_iter: int = Field(default=10, ge=1)
@@ -22,7 +25,7 @@ class Limits(Value):
     retry_backoff: float = Field(default=0.2, ge=0)
     tool_timeout: float = Field(default=120.0, ge=0)
     max_depth: int = Field(default=4, ge=0)
-    max_children: int = Field(default=64, ge=0)
+    max_children: int = Field(default=64, ge=0, le=MAX_CHILDREN)
     max_seconds: float | None = Field(default=None, ge=0)
     max_tokens_total: int | None = None
 

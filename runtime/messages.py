@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Value(BaseModel):
     """Base of values that cross a border (store, actor, wire): frozen, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+MAX_SHORT_TEXT = 700
+"""Characters of a reason or a failure's message; what is longer is cut, since a head carries it."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_SHORT_TEXT else f"{text[: MAX_SHORT_TEXT - 1]}…"
+
+
+ShortText: TypeAlias = Annotated[str, AfterValidator(_cut)]
 
 
 class TextBlock(Value):

@@ -155,7 +155,7 @@ class Record:
 
 def _estimate(head: Head, inline_bytes: int) -> int:
     """About the size of the head in bytes, never much below it; cheap while it is small."""
-    rough = inline_bytes + 100 * len(head.segments) + 300 * len(head.receipts) + 400 * len(head.children) + 4096
+    rough = inline_bytes + 100 * len(head.segments) + 300 * len(head.receipts) + 16 * len(head.spawned) + 4096
     if head.batch is not None:
         rough += sum(1600 + (call.size if call.arguments_blob is None else 0) for call in head.batch.calls)
     return rough if rough <= HEAD_BYTES else len(head.encode())

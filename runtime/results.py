@@ -12,7 +12,7 @@ from pydantic import Field
 
 from greenroom.runtime.calls import Interrupt
 from greenroom.runtime.errors import GreenroomError
-from greenroom.runtime.messages import Message, Usage, Value
+from greenroom.runtime.messages import Message, ShortText, Usage, Value
 
 
 class RunStatus(StrEnum):
@@ -61,7 +61,7 @@ class Failure(Value):
     """`message` is for people and logs; it names no secret."""
 
     kind: FailureKind
-    message: str
+    message: ShortText
     retryable: bool
 
 

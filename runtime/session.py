@@ -25,6 +25,7 @@ from greenroom.runtime.errors import (
 )
 from greenroom.runtime.events import EventBuffer
 from greenroom.runtime.host import Host
+from greenroom.runtime.ids import check_request_id
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.loop import Loop, LoopPorts, park
 from greenroom.runtime.machine import Effect, Stop
@@ -380,7 +381,8 @@ class SessionDriver:
 
     def _claim(self, request_id: str | None, verb: str, content: Any) -> Claim:
         given = request_id is not None
-        return claim_of(request_id or self._host.ids.new_id(), verb, content, given=given)
+        own = self._host.ids.new_id() if request_id is None else check_request_id(request_id)
+        return claim_of(own, verb, content, given=given)
 
     def _kept_changing(self) -> SessionBusy:
         return SessionBusy(

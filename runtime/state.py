@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from greenroom.runtime.messages import Usage, Value
+from greenroom.runtime.messages import ShortText, Usage, Value
 from greenroom.runtime.results import Failure
 
 
@@ -67,7 +67,7 @@ class Interrupted(Value):
 
     name: Literal["Interrupted"] = "Interrupted"
     agent: AgentState
-    reason: str = ""
+    reason: ShortText = ""
 
 
 class Success(Value):

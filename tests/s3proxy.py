@@ -24,21 +24,26 @@ class Step:
 
     pass: as usual; lose_reply: the server gets it, then the connection breaks; lose_request: it breaks before; a status
     and code, as in "409 ConditionalRequestConflict": this answer, the server sees nothing; delay: seconds, then as
-    usual; slow: the answer's body in single bytes.
+    usual; slow: the answer's body in single bytes. body: of a scripted status, in place of the usual one.
     """
 
     what: str = "pass"
     seconds: float = 0.0
+    body: str = ""
 
 
 @dataclass(slots=True)
 class Plan:
-    """`steps`: for matching requests in turn, later ones pass; `method`, `key`: which match; `seen`: how many did."""
+    """`steps`: for matching requests in turn, later ones pass; `method`, `key`: which match; `seen`: how many did.
+
+    bare_etags: methods whose answers give etags without their quotes.
+    """
 
     steps: list[Step] = field(default_factory=list)
     method: str = "PUT"
     key: str = ""
     seen: int = 0
+    bare_etags: tuple[str, ...] = ()
 
     def next(self, method: str, path: str) -> Step:
         if method != self.method or self.key not in path:
@@ -65,7 +70,7 @@ def proxy(endpoint: str, plan: Plan) -> Iterator[str]:
                 return
             if step.what[0].isdigit():
                 status, _, code = step.what.partition(" ")
-                self.answer(int(status), [], ERROR.format(code=code or "Scripted").encode())
+                self.answer(int(status), [], (step.body or ERROR.format(code=code or "Scripted")).encode())
                 return
             if step.what == "delay":
                 time.sleep(step.seconds)
@@ -83,6 +88,8 @@ def proxy(endpoint: str, plan: Plan) -> Iterator[str]:
             self.send_response_only(status)
             skipped = {"content-length", "transfer-encoding", "connection"}
             for name, value in headers:
+                if name.lower() == "etag" and self.command in plan.bare_etags:
+                    value = value.strip('"')
                 if name.lower() not in skipped:
                     self.send_header(name, value)
             length = next((value for name, value in headers if name.lower() == "content-length"), str(len(data)))

@@ -72,6 +72,7 @@ def seaweedfs(folder: Path) -> Iterator[str]:
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128  # the default of 5 drops connections of a race, which then wait a second
 
 
 class _Quiet(WSGIRequestHandler):

@@ -19,12 +19,12 @@ from pydantic import Field, ValidationError, model_serializer, model_validator
 
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import NewerSchema, StorageError
-from greenroom.runtime.ids import root_of
+from greenroom.runtime.ids import child_id, root_of
 from greenroom.runtime.journal import Batch
-from greenroom.runtime.messages import Message, Usage, Value
+from greenroom.runtime.messages import Message, ShortText, Usage, Value
 from greenroom.runtime.state import AgentState, Ready, State
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class SegmentRef(Value):
@@ -77,7 +77,7 @@ class SandboxRef(Value):
 class CancelMark(Value):
     """The run is being cancelled; durable before anything else is done about it."""
 
-    reason: str
+    reason: ShortText
     at: float
 
 
@@ -103,7 +103,9 @@ class Head(Value):
 
     since: Unix seconds of the last change of owner or stop; epoch_write_no: the write that began this epoch;
     host_fence: an embedding host's own number; usage_before: what the session had used when this run began; index:
-    where the references of earlier segments lie; batch_blob: where the batch lies when it is too large for the head.
+    where the references of earlier segments lie; batch_blob, text_blob: where the batch and the final text lie when
+    they are large; spawned: the calls that started a child, without the session id that begins their keys: a child's id
+    follows.
     """
 
     schema_version: int = Field(default=SCHEMA_VERSION, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
@@ -129,12 +131,24 @@ class Head(Value):
     state: State
     batch: Batch | None = None
     batch_blob: str | None = None
-    children: dict[str, str] = Field(default_factory=dict)
+    text_blob: str | None = None
+    spawned: tuple[str, ...] = ()
     index: SegmentRef | None = None
     segments: tuple[SegmentRef, ...] = ()
     inline: tuple[Message, ...] = ()
     receipts: tuple[Receipt, ...] = ()
     usage_before: Usage = Usage()
+
+    @property
+    def children(self) -> dict[str, str]:
+        """Call key to session id of every sub-agent this session has started, in order."""
+        keys = (f"{self.session_id}/{call}" for call in self.spawned)
+        return {key: child_id(self.root, key) for key in keys}
+
+    def with_child(self, call_key: str) -> Head:
+        """The head with the child of this call registered."""
+        call = call_key.removeprefix(f"{self.session_id}/")
+        return self if call in self.spawned else self.model_copy(update={"spawned": (*self.spawned, call)})
 
     def encode(self) -> bytes:
         """Its JSON; the messages in it are encoded once, not with every save."""
@@ -147,7 +161,7 @@ def decode_head(body: bytes, key: str) -> Head:
     try:
         return Head.model_validate_json(body)
     except ValidationError as error:
-        version = _schema_version(body)
+        version = schema_version(body)
         if version is not None and version < SCHEMA_VERSION:
             return _migrated(body, version, key)
         if version is not None and version > SCHEMA_VERSION:
@@ -182,7 +196,14 @@ def _to_2(document: dict[str, Any]) -> dict[str, Any]:
     return document | {"segments": refs, "index": None, "batch_blob": None, "receipts": []}
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2}
+def _to_3(document: dict[str, Any]) -> dict[str, Any]:
+    """Version 3 keeps of a child the call that started it: its id follows from that."""
+    prefix = f"{document['session_id']}/"
+    spawned = [key.removeprefix(prefix) for key in document["children"]]
+    return {**{key: value for key, value in document.items() if key != "children"}, "spawned": spawned}
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2, 2: _to_3}
 """From a version to the one after it."""
 
 
@@ -209,7 +230,10 @@ def _damaged(error: ValidationError, key: str) -> StorageError:
 
 
 def tombstone_of(sid: str, head: Head | None) -> Head:
-    """What stays of a deleted session: its ids, its children's, a higher epoch. Also of one that never had a head."""
+    """What stays of a deleted session: what it takes to delete the rest of it, and a higher epoch.
+
+    Also of one that never had a head.
+    """
     if head is None:
         head = Head(session_id=sid, root=root_of(sid), agent="", state=Ready(agent=AgentState(session_id=sid)))
     return Head(
@@ -224,17 +248,14 @@ def tombstone_of(sid: str, head: Head | None) -> Head:
         revision=head.revision,
         host_fence=head.host_fence,
         life="tombstone",
-        children=head.children,
+        sandbox=head.sandbox,
+        spawned=head.spawned,
         state=Ready(agent=AgentState(session_id=sid)),
     )
 
 
-def names_in_index(body: bytes) -> list[str]:
-    """Names of the segments that an index refers to."""
-    return [str(ref).partition(":")[0] for ref in json.loads(body)]
-
-
-def _schema_version(body: bytes) -> int | None:
+def schema_version(body: bytes) -> int | None:
+    """The version a stored document says it has; None when it says none."""
     try:
         document: Any = json.loads(body)
     except ValueError:

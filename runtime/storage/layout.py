@@ -23,12 +23,18 @@ from greenroom.runtime.storage.session_store import SessionStore
 LARGE_VALUE = 1024
 """Bytes of an outcome or of arguments in the open batch beyond which they get a blob of their own."""
 
+LARGE_TEXT = 2048
+"""Bytes of what the run last said beyond which it gets a blob of its own."""
+
 _CONTENT: TypeAdapter[tuple[ContentBlock, ...]] = TypeAdapter(tuple[ContentBlock, ...])
 _REFS: TypeAdapter[tuple[SegmentRef, ...]] = TypeAdapter(tuple[SegmentRef, ...])
 
 
 async def spill_values(store: SessionStore, head: Head, known: set[str]) -> Head:
-    """The head with the large arguments and outcomes of its batch in blobs."""
+    """The head with its large text, and the large arguments and outcomes of its batch, in blobs."""
+    text = (head.state.agent.final_text or "").encode("utf-8", "surrogatepass")
+    if len(text) > LARGE_TEXT:
+        head = _with_text(head, None, await store.put_blob(head.session_id, text, known))
     if head.batch is None:
         return head
     batch = head.batch
@@ -57,7 +63,10 @@ async def spill_batch(store: SessionStore, head: Head, known: set[str]) -> Head:
 
 
 async def gathered(store: SessionStore, head: Head) -> Head:
-    """The head with its batch whole again."""
+    """The head with its text and its batch whole again."""
+    if head.text_blob is not None:
+        text = await store.get_blob(head.session_id, head.text_blob)
+        head = _with_text(head, text.decode("utf-8", "surrogatepass"), None)
     batch = head.batch
     if head.batch_blob is not None:
         batch = Batch.model_validate_json(await store.get_blob(head.session_id, head.batch_blob))
@@ -71,6 +80,11 @@ async def gathered(store: SessionStore, head: Head) -> Head:
             whole = Outcome(content=content, is_error=call.outcome.is_error, counts=call.outcome.counts)
             batch = batch.put(call.model_copy(update={"outcome": whole}))
     return head.model_copy(update={"batch": batch, "batch_blob": None}) if batch is not head.batch else head
+
+
+def _with_text(head: Head, text: str | None, blob: str | None) -> Head:
+    agent = head.state.agent.model_copy(update={"final_text": text})
+    return head.model_copy(update={"state": head.state.model_copy(update={"agent": agent}), "text_blob": blob})
 
 
 async def fold(store: SessionStore, head: Head, name: str) -> Head:

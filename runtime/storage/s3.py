@@ -68,11 +68,8 @@ class S3ObjectStore:
             import obstore
 
             found = await obstore.get_async(self._read_store(), self.prefix + key)
-            etag = found.meta["e_tag"]
             body = await found.bytes_async()
-            if etag is None:
-                raise StorageError(f"{self._name} gives no etags", kind="unavailable", key=key)
-            return bytes(body), etag
+            return bytes(body), self._etag(found.meta["e_tag"], key)
 
         found: tuple[bytes, str] | None = await self._do(key, read, missing=None)
         return found
@@ -129,13 +126,16 @@ class S3ObjectStore:
             import obstore
 
             made = await obstore.put_async(self._write_store(), self.prefix + key, body, mode=mode, use_multipart=False)
-            etag = made["e_tag"]
-            if etag is None:
-                raise StorageError(f"{self._name} gives no etags", kind="unavailable", key=key)
-            return etag
+            return self._etag(made["e_tag"], key)
 
         made: str = await self._do(key, write, writing=True, creating=mode == "create")
         return made
+
+    def _etag(self, given: str | None, key: str) -> str:
+        """An etag as If-Match takes it; some servers leave out the quotes, in some of their answers."""
+        if not given:
+            raise StorageError(f"{self._name} gives no etags", kind="unavailable", key=key)
+        return given if given.endswith('"') else f'"{given}"'
 
     async def _do(
         self,
@@ -169,20 +169,20 @@ class S3ObjectStore:
             raise PreconditionFailed(f"{key} was changed by somebody else", key=key) from error
         except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
             raise StorageError(
-                f"{self._name} refuses access: {_first_line(error)}",
+                f"{self._name} refuses access: {_what_it_says(error)}",
                 kind="unavailable",
                 key=key,
                 hint="See the credentials that boto3 finds (environment, profile, role) and what they may do",
             ) from error
         except failed.BaseError as error:
-            text = _first_line(error)
-            if writing and not _certainly_not_sent(str(error)):
+            text = _what_it_says(error)
+            if writing and not _certainly_refused(error):
                 raise Undecided(f"{key}: no answer to the write: {text}", kind="unavailable", key=key) from error
+            hint = "See that the endpoint, the region and the bucket are right and the server is reachable"
+            if "region" in str(error):
+                hint = f"The region {self._region()!r} is not the bucket's: name it, as in s3://...?region=NAME"
             raise StorageError(
-                f"{self._name} cannot be used: {text}",
-                kind="unavailable",
-                key=key,
-                hint="See that the endpoint, the region and the bucket are right and the server is reachable",
+                f"{self._name} cannot be used: {text}", kind="unavailable", key=key, hint=hint
             ) from error
 
     def _write_store(self) -> S3Store:
@@ -198,7 +198,7 @@ class S3ObjectStore:
     def _make(self, *, retries: int) -> S3Store:
         from obstore.store import S3Store
 
-        options: dict[str, Any] = {"region": self.region or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"}
+        options: dict[str, Any] = {"region": self._region()}
         if self.endpoint is not None:
             options |= {"endpoint": self.endpoint, "virtual_hosted_style_request": False}
         if "AWS_ACCESS_KEY_ID" in os.environ and "AWS_SECRET_ACCESS_KEY" in os.environ:
@@ -215,6 +215,9 @@ class S3ObjectStore:
             },
             retry_config={"max_retries": retries, "retry_timeout": REQUEST_TIMEOUT},
         )
+
+    def _region(self) -> str:
+        return self.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
 
     def _found_by_boto3(self) -> dict[str, Any]:
         """What boto3 finds in profiles, SSO and instance roles, kept fresh; raises StorageError when it is nothing."""
@@ -246,9 +249,12 @@ def _remade(bucket: str, prefix: str, endpoint: str | None, region: str | None) 
     return S3ObjectStore(bucket, prefix, endpoint=endpoint, region=region)
 
 
-def _certainly_not_sent(text: str) -> bool:
-    """Failures to connect: nothing has reached the server."""
-    return "Connection refused" in text or "dns error" in text or "ConnectError" in text
+def _certainly_refused(error: BaseException) -> bool:
+    """Whether a write certainly was not made: nothing reached the server, or it turned the request down as wrong."""
+    text, status = str(error), _status_in(error)
+    if status is not None and (300 <= status < 400 or status in (400, 405, 411, 413, 501)):
+        return True
+    return "Connection refused" in text or "dns error" in text or "ConnectError" in text or "redirect" in text
 
 
 def _status_in(error: BaseException) -> int | None:
@@ -257,5 +263,9 @@ def _status_in(error: BaseException) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _first_line(error: BaseException) -> str:
+def _what_it_says(error: BaseException) -> str:
+    """What the server says, in its own words if it gave any; else the client's."""
+    said = re.search(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", str(error), re.DOTALL)
+    if said:
+        return f"{said.group(1)}: {said.group(2)}"[:300]
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -2,11 +2,11 @@
 
     tree/{root}/{sid}/head                                       mutable, by compare-and-swap
     tree/{root}/{sid}/seg/{epoch}-{write_no}-{write_id}.jsonl    immutable; so are index/… and blob/… (layout.py)
+    tree/{root}/sandbox/head                                     mutable, by compare-and-swap (sandbox_head.py)
     agent/{digest}.json                                          immutable
     active/{sid}                                                 there while a run is owned
 
-It decides every head write: 412 alone proves nothing, so after any refusal or lost reply it reads the head and
-compares write ids. It never changes what a caller gave it beyond ownership in `acquire`.
+It decides every head write (deciding.py) and never changes what a caller gave it beyond ownership in `acquire`.
 """
 
 from __future__ import annotations
@@ -24,32 +24,24 @@ from greenroom.runtime.errors import (
     Conflict,
     Deleted,
     Fenced,
-    NotFound,
-    PreconditionFailed,
     SessionExists,
     SessionNotFound,
     StorageError,
-    Undecided,
 )
-from greenroom.runtime.ids import encode_id, root_of
+from greenroom.runtime.ids import SANDBOX, encode_id, root_of
 from greenroom.runtime.messages import Message
 from greenroom.runtime.ports import ObjectStore
+from greenroom.runtime.storage import deciding
 from greenroom.runtime.storage.head import (
     Head,
     Segment,
     SegmentRef,
     decode_head,
     decode_segment,
-    names_in_index,
     ref_of,
     tombstone_of,
 )
-
-DECIDE_ATTEMPTS = 8
-"""Times an undecided write is tried again before it is reported."""
-
-DECIDE_PAUSE = 0.05
-"""Seconds before the second try of an undecided write; doubled for each further one."""
+from greenroom.runtime.storage.sandbox_head import SandboxHead, decode_sandbox_head, sandbox_tombstone
 
 
 class SessionStore:
@@ -81,24 +73,13 @@ class SessionStore:
         return None if head.life == "tombstone" else (head, found[1])
 
     async def create(self, sid: str, head: Head) -> str:
-        body, key = head.encode(), self._head_key(sid)
         await self._mark_active(head)
-        refused: StorageError | None = None
-        for attempt in range(DECIDE_ATTEMPTS):
-            await _pause(attempt)
-            try:
-                return await self.objects.put_if_absent(key, body)
-            except (AlreadyExists, Undecided) as error:
-                refused = error
-            found = await self._look(key)
-            if found is None:
-                continue  # missing means not landed on create; an unreadable one is looked at again
-            if decode_head(found[0], key).write_id == head.write_id:
-                return found[1]
+        try:
+            return await deciding.create(self.objects, self._head_key(sid), head, decode_head)
+        except AlreadyExists as error:
             raise SessionExists(
                 f"session {sid!r} is already there", session_id=sid, hint="Open it, or choose another id"
-            ) from refused
-        raise _never_said(key) from refused
+            ) from error
 
     async def acquire(self, sid: str, owner: str) -> tuple[Head, str]:
         while True:
@@ -121,12 +102,18 @@ class SessionStore:
                 await asyncio.sleep(0)  # somebody else wrote between our read and our write: look again
 
     async def save(self, sid: str, head: Head, etag: str) -> str:
-        body, key = head.encode(), self._head_key(sid)
+        key = self._head_key(sid)
         if head.host_fence:
             await self._check_host_fence(sid, head, key)
         if head.owner is not None and head.write_no == head.epoch_write_no:
             await self._mark_active(head)
-        new = await self._decide(sid, key, body, head, etag)
+        try:
+            new = await deciding.replace(self.objects, key, head, etag, decode_head)
+        except Deleted:
+            with contextlib.suppress(StorageError):  # what this owner has put beside the head meanwhile
+                await self.objects.delete(self._active_key(sid))
+                await self.remove(sid)
+            raise
         if head.owner is None:
             with contextlib.suppress(StorageError):  # the head has landed; the mark is only a hint
                 await self.objects.delete(self._active_key(sid))
@@ -135,24 +122,24 @@ class SessionStore:
     async def delete(self, sid: str) -> None:
         """Makes the head a tombstone, which fences every owner, then removes the session's data. Repeatable.
 
-        The tombstone stays and keeps the children's ids, so that deleting a tree can go on after a crash.
+        The tombstone stays and keeps the children's ids, so that deleting a tree can go on after a crash. A root's
+        sandbox goes with it.
         """
         key = self._head_key(sid)
-        while True:
-            found = await self.objects.get(key)
-            head = None if found is None else decode_head(found[0], key)
-            if head is not None and head.life == "tombstone":
-                break
-            buried = tombstone_of(sid, head)
-            try:
-                if found is None:
-                    await self.objects.put_if_absent(key, buried.encode())
-                else:
-                    await self.objects.put_if_match(key, buried.encode(), found[1])
-            except (AlreadyExists, PreconditionFailed, NotFound, Undecided):
-                continue  # somebody wrote meanwhile, or nobody knows: look again
+
+        sandbox = False
+
+        def tombstone(body: bytes | None) -> Head | None:
+            nonlocal sandbox
+            head = None if body is None else decode_head(body, key)
+            sandbox = head is not None and head.parent is None and head.sandbox is not None
+            return None if head is not None and head.life == "tombstone" else tombstone_of(sid, head)
+
+        await deciding.bury(self.objects, key, tombstone)
         await self.objects.delete(self._active_key(sid))
         await self.remove(sid)
+        if sandbox:
+            await self._delete_sandbox(sid)
 
     async def delete_tree(self, sid: str) -> list[str]:
         """Deletes a session and everything below it, top-down; answers the ids. Repeatable after a crash anywhere."""
@@ -166,92 +153,51 @@ class SessionStore:
                 waiting += decode_head(found[0], self._head_key(current)).children.values()
         return gone
 
-    async def collect_garbage(self, older_than: float, now: float) -> int:
-        """Removes tombstones older than so many seconds and segments that nobody refers to; answers how many objects.
-
-        A segment is only unreferenced when a later write of its session has landed: one of a write under way stays.
-        """
-        removed = 0
-        base = f"{self._prefix}tree/"
-        async for key in self.objects.list(base):
-            sid, _, rest = key[len(base) :].partition("/")[2].partition("/")
-            if rest != "head":
-                continue
-            found = await self.objects.get(key)
-            if found is None:
-                continue
-            head = decode_head(found[0], key)
-            if head.life == "tombstone":
-                if now - head.since > older_than:
-                    for child in head.children.values():  # the deletion may have been cut off
-                        if await self._read_head(child) is not None:
-                            await self.delete_tree(child)
-                    await self.remove(unquote(sid))
-                    await self.objects.delete(key)
-                    removed += 1
-            else:
-                removed += await self._remove_unreferenced(unquote(sid), head)
-        return removed
-
-    async def _remove_unreferenced(self, sid: str, head: Head) -> int:
-        kept = {ref.name for ref in head.segments}
-        if head.index is not None:
-            kept |= set(names_in_index(await self.get_index(sid, head.index.name)))
-        dead = []
-        for part, names in (("seg/", kept), ("index/", {head.index.name} if head.index is not None else set())):
-            prefix = self._session_key(sid, part)
-            async for key in self.objects.list(prefix):
-                name = key[len(prefix) :].removesuffix(".jsonl")
-                if name not in names and int(name.split("-")[1]) <= head.write_no:
-                    dead.append(key)
-        await self.objects.delete_many(dead)
-        return len(dead)
-
     async def _check_host_fence(self, sid: str, head: Head, key: str) -> None:
         found = await self.objects.get(key)
         stored = 0 if found is None else decode_head(found[0], key).host_fence
         if stored > head.host_fence:
             raise Fenced(f"session {sid!r} was fenced by host fence {stored}, this is {head.host_fence}", key=key)
 
-    async def _decide(self, sid: str, key: str, body: bytes, head: Head, etag: str) -> str:
-        """Writes the head, the same bytes again until it is known what became of them."""
-        refused: StorageError | None = None
-        for attempt in range(DECIDE_ATTEMPTS):
-            await _pause(attempt)
-            try:
-                return await self.objects.put_if_match(key, body, etag)
-            except (PreconditionFailed, NotFound, Undecided) as error:
-                refused = error
-            try:
-                found = await self.objects.get(key)
-            except StorageError as away:
-                refused = away
-                continue  # still undecided
-            if found is None:
-                raise Deleted(f"session {sid!r} was deleted", kind="not_found", key=key) from refused
-            stored = decode_head(found[0], key)
-            if stored.write_id == head.write_id:
-                return found[1]
-            if stored.life == "tombstone":
-                raise Deleted(f"session {sid!r} was deleted", kind="not_found", key=key) from refused
-            if stored.epoch > head.epoch:
-                owner = stored.owner or "another owner"
-                raise Fenced(f"session {sid!r} was taken over by {owner} at epoch {stored.epoch}", key=key) from refused
-            if found[1] != etag:
-                raise Conflict(f"session {sid!r} was changed by somebody else", key=key) from refused
-        raise _never_said(key) from refused
+    # -- the sandbox of a tree
 
-    async def _look(self, key: str) -> tuple[bytes, str] | None:
-        try:
-            return await self.objects.get(key)
-        except StorageError:
+    async def read_sandbox(self, root: str) -> tuple[SandboxHead, str] | None:
+        """The sandbox head and its etag; None before the first one and after the deletion."""
+        key = self.sandbox_key(root, "head")
+        found = await self.objects.get(key)
+        if found is None:
             return None
+        head = decode_sandbox_head(found[0], key)
+        return None if head.life == "tombstone" else (head, found[1])
+
+    async def save_sandbox(self, head: SandboxHead, etag: str | None) -> str:
+        """Writes it in place of the one with this etag, or as the first; raises Fenced, Conflict, Deleted."""
+        key = self.sandbox_key(head.root, "head")
+        if etag is not None:
+            return await deciding.replace(self.objects, key, head, etag, decode_sandbox_head)
+        try:
+            return await deciding.create(self.objects, key, head, decode_sandbox_head)
+        except AlreadyExists as error:
+            found = await self.objects.get(key)
+            stored = None if found is None else decode_sandbox_head(found[0], key)
+            raise deciding.lost_to(stored, head, key) from error
+
+    async def _delete_sandbox(self, root: str) -> None:
+        head_key = self.sandbox_key(root, "head")
+
+        def tombstone(body: bytes | None) -> SandboxHead | None:
+            head = None if body is None else decode_sandbox_head(body, head_key)
+            return None if head is not None and head.life == "tombstone" else sandbox_tombstone(root, head)
+
+        await deciding.bury(self.objects, head_key, tombstone)
+        keys = [key async for key in self.objects.list(self.sandbox_key(root, ""))]
+        await self.objects.delete_many([key for key in keys if key != head_key])
 
     # -- messages
 
     async def append(self, sid: str, segment: Segment) -> SegmentRef:
         body, key = segment.encode(), self._segment_key(sid, segment.name)
-        await self._put_immutable(key, body)
+        await deciding.put_immutable(self.objects, key, body)
         return ref_of(segment, body)
 
     async def _read_messages(self, sid: str, refs: Iterable[SegmentRef]) -> tuple[Message, ...]:
@@ -261,20 +207,20 @@ class SessionStore:
     async def remove(self, sid: str) -> None:
         """Deletes a session's segments, indices and blobs; its head stays."""
         for part in ("seg/", "index/", "blob/"):
-            prefix = self._session_key(sid, part)
+            prefix = self.session_key(sid, part)
             await self.objects.delete_many([key async for key in self.objects.list(prefix)])
 
     async def put_index(self, sid: str, name: str, body: bytes) -> None:
-        await self._put_immutable(self._session_key(sid, f"index/{name}"), body)
+        await deciding.put_immutable(self.objects, self.session_key(sid, f"index/{name}"), body)
 
     async def get_index(self, sid: str, name: str) -> bytes:
-        return await self._get_immutable(self._session_key(sid, f"index/{name}"))
+        return await self._get_immutable(self.session_key(sid, f"index/{name}"))
 
     async def put_blob(self, sid: str, body: bytes, known: set[str]) -> str:
         """The blob's name: the hash of its content. `known`: names that the caller has put before, and this one."""
         name = hashlib.sha256(body).hexdigest()
         if name not in known:
-            await self._put_immutable(self._session_key(sid, f"blob/{name}"), body)
+            await deciding.put_immutable(self.objects, self.session_key(sid, f"blob/{name}"), body)
             known.add(name)
         return name
 
@@ -283,7 +229,7 @@ class SessionStore:
         return found is not None and decode_head(found[0], self._head_key(sid)).life == "tombstone"
 
     async def get_blob(self, sid: str, name: str) -> bytes:
-        key = self._session_key(sid, f"blob/{name}")
+        key = self.session_key(sid, f"blob/{name}")
         body = await self._get_immutable(key)
         if hashlib.sha256(body).hexdigest() != name:
             raise StorageError(f"{key} does not have the content it is named by", kind="serde", key=key)
@@ -307,7 +253,7 @@ class SessionStore:
     # -- agents and listings
 
     async def put_agent(self, digest: str, body: bytes) -> None:
-        await self._put_immutable(self._agent_key(digest), body)
+        await deciding.put_immutable(self.objects, self._agent_key(digest), body)
 
     async def get_agent(self, digest: str) -> bytes | None:
         found = await self.objects.get(self._agent_key(digest))
@@ -315,13 +261,17 @@ class SessionStore:
 
     async def session_ids(self, prefix: str = "") -> AsyncIterator[str]:
         """Ids of all sessions whose id starts with `prefix`, in order of their keys."""
+        async for _, sid in self.head_keys():
+            if sid.startswith(prefix):
+                yield sid
+
+    async def head_keys(self) -> AsyncIterator[tuple[str, str]]:
+        """Keys of all heads, tombstones too, with their session ids."""
         base = f"{self._prefix}tree/"
         async for key in self.objects.list(base):
             parts = key[len(base) :].split("/")
-            if len(parts) == 3 and parts[2] == "head":
-                sid = unquote(parts[1])
-                if sid.startswith(prefix):
-                    yield sid
+            if len(parts) == 3 and parts[2] == "head" and parts[1] != SANDBOX:
+                yield key, unquote(parts[1])
 
     async def active_ids(self) -> list[str]:
         """Ids that may be owned by a run: what a new Supervisor must look at."""
@@ -332,28 +282,18 @@ class SessionStore:
 
     async def _mark_active(self, head: Head) -> None:
         if head.owner is not None:
-            await self._put_immutable(self._active_key(head.session_id), b"")
-
-    async def _put_immutable(self, key: str, body: bytes) -> None:
-        refused: StorageError | None = None
-        for attempt in range(DECIDE_ATTEMPTS):
-            await _pause(attempt)
-            try:
-                await self.objects.put_if_absent(key, body)
-                return
-            except AlreadyExists:
-                return  # named by content or by a unique write: the same object
-            except Undecided as error:
-                refused = error
-        raise _never_said(key) from refused
+            await deciding.put_immutable(self.objects, self._active_key(head.session_id), b"")
 
     def _head_key(self, sid: str) -> str:
-        return self._session_key(sid, "head")
+        return self.session_key(sid, "head")
+
+    def sandbox_key(self, root: str, rest: str) -> str:
+        return f"{self._prefix}tree/{encode_id(root)}/{SANDBOX}/{rest}"
 
     def _segment_key(self, sid: str, name: str) -> str:
-        return self._session_key(sid, f"seg/{name}.jsonl")
+        return self.session_key(sid, f"seg/{name}.jsonl")
 
-    def _session_key(self, sid: str, rest: str) -> str:
+    def session_key(self, sid: str, rest: str) -> str:
         return f"{self._prefix}tree/{encode_id(root_of(sid))}/{encode_id(sid)}/{rest}"
 
     def _active_key(self, sid: str) -> str:
@@ -361,17 +301,3 @@ class SessionStore:
 
     def _agent_key(self, digest: str) -> str:
         return f"{self._prefix}agent/{digest}.json"
-
-
-async def _pause(attempt: int) -> None:
-    if attempt:
-        await asyncio.sleep(DECIDE_PAUSE * 2 ** (attempt - 1))
-
-
-def _never_said(key: str) -> Undecided:
-    return Undecided(
-        f"{key}: the store never said what became of a write",
-        kind="unavailable",
-        key=key,
-        hint="Nothing is lost that was saved before; `resume` goes on when the store is back",
-    )

@@ -10,6 +10,7 @@ import typer
 
 from greenroom import console
 from greenroom.runtime.errors import ConfigError
+from greenroom.runtime.storage.garbage import collect_garbage
 from greenroom.runtime.storage.probe import probe_conditions
 from greenroom.runtime.storage.session_store import SessionStore
 from greenroom.runtime.storage.storage import Storage
@@ -55,7 +56,7 @@ def gc(
         storage = Storage.open(url)
         try:
             assert isinstance(storage.checkpoints, SessionStore), "a URL always opens our own store"
-            return await storage.checkpoints.collect_garbage(days * 86400, time.time())
+            return await collect_garbage(storage.checkpoints, days * 86400, time.time())
         finally:
             await storage.close()
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import s3servers
+from s3proxy import Plan, Step, proxy
 
 from greenroom import ConfigError, PreconditionFailed, Storage, StorageError, Undecided
 from greenroom.runtime.ports import ObjectStore
@@ -64,8 +67,15 @@ async def test_racing_writers_make_one_line_of_writes(object_store: Make) -> Non
     await store.close()
 
 
-@pytest.mark.parametrize("object_store", ["memory", "sqlite", "file"], indirect=True)
+@pytest.mark.parametrize("object_store", ["memory", "sqlite", "file", "moto"], indirect=True)
 async def test_sixteen_writers_have_one_winner_in_each_of_fifty_rounds(object_store: Make) -> None:
+    await check_object_store(object_store, writers=16, rounds=50)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif("GREENROOM_LONG" not in os.environ, reason="takes 3 to 5 minutes: set GREENROOM_LONG=1 to run it")
+@pytest.mark.parametrize("object_store", ["seaweedfs"], indirect=True)
+async def test_sixteen_writers_race_for_fifty_rounds_on_a_slow_server(object_store: Make) -> None:
     await check_object_store(object_store, writers=16, rounds=50)
 
 
@@ -196,6 +206,31 @@ async def test_what_goes_wrong_with_s3_is_named(moto_s3: str, monkeypatch: pytes
         await Storage.open(f"s3://bucket?endpoint={moto_s3}").probe()
 
 
+REGION = (
+    '<?xml version="1.0" encoding="UTF-8"?><Error><Code>AuthorizationHeaderMalformed</Code><Message>The authorization '
+    "header is malformed; the region 'us-east-1' is wrong; expecting 'eu-central-1'</Message>"
+    "<Region>eu-central-1</Region></Error>"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [("400", REGION, "eu-central-1"), ("301", REGION.replace("AuthorizationHeaderMalformed", "PermanentRedirect"), "")],
+)
+async def test_a_wrong_region_is_named(
+    status: str, body: str, said: str, seaweedfs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3servers.credentials().items():
+        monkeypatch.setenv(name, value)
+    plan = Plan([Step(status, body=body)] * 9)
+    with proxy(seaweedfs, plan) as endpoint, pytest.raises(StorageError) as wrong:
+        await Storage.open(f"s3://bucket?endpoint={endpoint}").probe()
+    assert not isinstance(wrong.value, Undecided)
+    assert "region 'us-east-1'" in wrong.value.hint
+    assert said in str(wrong.value)
+    assert plan.seen == 1, "a wrong request is not sent again"
+
+
 async def test_a_profile_that_boto3_finds_works_as_the_plain_variables_do(
     moto_s3: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -230,6 +265,38 @@ asyncio.run(main())
 """
     ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.stdout == "unavailable k/0 True\n", ran.stderr
+
+
+@pytest.mark.parametrize("url", ["sqlite:///{}/x.db", "file:///{}/folder"])
+def test_what_may_only_be_read_is_named(url: str) -> None:
+    """As a plain user: root may write everything."""
+    script = """
+import asyncio, os, pathlib, sys
+import greenroom.runtime.storage.files, greenroom.runtime.storage.sqlite
+from greenroom import Storage, StorageError
+folder = pathlib.Path(sys.argv[1])
+async def main():
+    storage = Storage.open(sys.argv[2])
+    await storage.objects.put_if_absent("a/k", b"1")
+    await storage.close()
+    for path in [*folder.rglob("*"), folder]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    storage = Storage.open(sys.argv[2])
+    try:
+        await storage.objects.put_if_absent("b/k", b"2")
+    except StorageError as error:
+        print(error.kind, error.key, "can be written" in error.hint)
+    os.seteuid(os.getuid())
+asyncio.run(main())
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [sys.executable, "-c", script, folder, url.format(folder)]
+        ran = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        for path in [Path(folder), *Path(folder).rglob("*")]:
+            path.chmod(0o755)
+    assert ran.stdout == "unavailable b/k True\n", ran.stderr
 
 
 def test_file_stores_are_readable_by_hand(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from greenroom.runtime.journal import CANCELLED_WHILE_RUNNING, NOT_RUN_SANDBOX_L
 from greenroom.runtime.messages import Delta
 from greenroom.runtime.operations import Execute
 from greenroom.runtime.storage import MemoryObjectStore, SessionStore
+from greenroom.runtime.storage.garbage import collect_garbage
 from greenroom.runtime.tree_sandbox import SharedSandbox
 from greenroom.testing import FakeSandbox, FakeSandboxes, Fault, FaultyStore, strict_history
 
@@ -434,7 +435,7 @@ async def test_a_session_made_again_under_a_deleted_id_has_all_of_its_parts(home
             assert (await session.run("go")).status is RunStatus.suspended
             assert (await session.status()).waiting_for is not None
             await session.delete()
-            await SessionStore(objects).collect_garbage(-1, 10**12)
+            await collect_garbage(SessionStore(objects), -1, 10**12)
 
 
 async def test_a_deletion_cut_off_after_the_root_is_finished_by_the_garbage_collection(home: Path) -> None:
@@ -447,7 +448,7 @@ async def test_a_deletion_cut_off_after_the_root_is_finished_by_the_garbage_coll
         await session.run("go")
         await SessionStore(objects).delete(session.id)
         assert len([info async for info in runtime.sessions()]) == 1
-        await SessionStore(objects).collect_garbage(-1, 10**12)
+        await collect_garbage(SessionStore(objects), -1, 10**12)
         assert [info async for info in runtime.sessions()] == []
 
 

@@ -17,6 +17,7 @@ from scenes import CASES, bash, scripted
 from greenroom import AgentRuntime, Conflict, Deleted, Fenced, RunStatus, Storage, StorageError, Undecided
 from greenroom.runtime.state import AgentState, Ready
 from greenroom.runtime.storage import Head, SessionStore
+from greenroom.runtime.storage.probe import probe_conditions
 from greenroom.runtime.storage.s3 import S3ObjectStore
 from greenroom.testing import FakeSandboxes, strict_history
 
@@ -109,7 +110,7 @@ async def test_a_lost_or_undecided_answer_is_decided(
 async def test_a_server_that_only_fails_is_reported_and_not_waited_for_for_ever(
     seaweedfs: str, at: Callable[[str], S3ObjectStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("greenroom.runtime.storage.session_store.DECIDE_PAUSE", 0.001)
+    monkeypatch.setattr("greenroom.runtime.storage.deciding.DECIDE_PAUSE", 0.001)
     with proxy(seaweedfs, Plan([Step("500 InternalError")] * 100, key="/head")) as endpoint:
         with pytest.raises(Undecided) as failed:
             await SessionStore(at(endpoint)).create("s", head(1))
@@ -117,6 +118,21 @@ async def test_a_server_that_only_fails_is_reported_and_not_waited_for_for_ever(
     denied = Plan([Step("403 AccessDenied")], key="/head")
     with proxy(seaweedfs, denied) as endpoint, pytest.raises(StorageError, match="refuses access"):
         await SessionStore(at(endpoint)).create("s", head(1))
+
+
+@pytest.mark.parametrize("bare", [("PUT", "GET"), ("PUT",), ("GET",)], ids="+".join)
+async def test_etags_with_and_without_quotes_are_the_same(
+    bare: tuple[str, ...], seaweedfs: str, at: Callable[[str], S3ObjectStore]
+) -> None:
+    plan = Plan(bare_etags=bare)
+    with proxy(seaweedfs, plan) as endpoint:
+        store = SessionStore(at(endpoint))
+        etag = await store.create("s", head(1))
+        assert await store.read("s") == (head(1), etag)
+        plan.steps = [Step("lose_request")]  # undecided: the head is read, and its etag compared
+        etag = await store.save("s", head(2), etag)
+        assert await store.read("s") == (head(2), etag)
+        await probe_conditions(store.objects)
 
 
 async def test_slow_answers_and_delays_change_nothing(seaweedfs: str, at: Callable[[str], S3ObjectStore]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,26 @@ from scenes import bash, call, calls, default_registry, results, scripted
 
 from greenroom import (
     AgentRuntime,
-    Deleted,
+    ConfigError,
     Fenced,
     Limits,
     RequestConflict,
     RunFailed,
     RunStatus,
-    SessionExists,
-    SessionNotFound,
     Storage,
     SubAgent,
     ToolRegistry,
 )
+from greenroom.runtime.ids import MAX_ID, MAX_REQUEST_ID, child_id
+from greenroom.runtime.limits import MAX_CHILDREN
 from greenroom.runtime.ports import ObjectStore
 from greenroom.runtime.record import FOLD_SEGMENTS, HEAD_BYTES, KEPT_RECEIPTS
-from greenroom.runtime.storage import MemoryObjectStore, SessionStore
-from greenroom.runtime.storage.head import tombstone_of
+from greenroom.runtime.results import Failure, FailureKind
+from greenroom.runtime.state import AgentState, Fail
+from greenroom.runtime.storage import Head, MemoryObjectStore, SessionStore
+from greenroom.runtime.storage.garbage import collect_garbage
+from greenroom.runtime.storage.head import Receipt, SegmentRef
+from greenroom.runtime.storage.layout import LARGE_TEXT
 from greenroom.testing import FakeSandboxes, Fault, FaultyStore, strict_history
 
 
@@ -240,6 +243,73 @@ async def test_a_head_stays_within_its_bound_at_its_fullest(home: Path) -> None:
         assert (await again.run("m" * 2000, request_id="request-60")).text == "short"
 
 
+def test_a_head_that_holds_the_most_of_everything_is_within_its_bound() -> None:
+    """Children, receipts, references, ids, a summary of what the run said: what no rolling and spilling takes away."""
+    sid = "s" * MAX_ID
+    ref = SegmentRef(name="12345-123456-0123456789ab", count=123, size=123456, hash="f" * 32)
+    receipt = Receipt(request_id="r" * MAX_REQUEST_ID, digest="d" * 32, blob="b" * 64)
+    head = Head(
+        session_id=child_id(sid, "x"),
+        root=sid,
+        parent=child_id(sid, "y"),
+        parent_call=f"{child_id(sid, 'y')}/1/1/1",
+        agent="a" * 64,
+        write_id="w" * 32,
+        state=Fail(
+            agent=AgentState(session_id=sid, final_text="t" * LARGE_TEXT),
+            failure=Failure(kind=FailureKind.tool, message="\U0001f600" * 5000, retryable=False),
+        ),
+        spawned=tuple(f"12/{1000 + number}/0" for number in range(MAX_CHILDREN)),
+        segments=(ref,) * FOLD_SEGMENTS,
+        index=ref,
+        receipts=(receipt,) * KEPT_RECEIPTS,
+        batch_blob="b" * 64,
+    )
+    assert HEAD_BYTES * 0.9 < len(head.encode()) <= HEAD_BYTES
+
+
+async def test_a_long_answer_is_no_part_of_the_head_and_comes_back_whole(home: Path) -> None:
+    objects = MemoryObjectStore()
+    text = "ü" + "x" * 100_000
+    async with over(objects) as runtime:
+        session = await runtime.create_session(scripted({"text": text, "calls": [call("bash", command="c")]}, text))
+        assert (await session.run("go", request_id="R")).text == text
+    assert len((await head_of(objects, session.id))[0]) < 4096
+    async with over(objects) as second:
+        again = await second.open(session.id)
+        assert (await again.run("go", request_id="R")).text == text
+
+
+@pytest.mark.parametrize("request_id", ["", "r" * 129, "a\nb", "ü"])
+async def test_a_request_id_that_no_receipt_can_carry_is_refused(home: Path, request_id: str) -> None:
+    async with over(MemoryObjectStore()) as runtime:
+        session = await runtime.create_session(scripted("ok"))
+        with pytest.raises(ConfigError, match="request id"):
+            await session.run("go", request_id=request_id)
+
+
+async def test_a_thousand_children_are_no_other_case(home: Path) -> None:
+    objects = MemoryObjectStore()
+    child = scripted("ok", name="child", sandbox=None, tools=ToolRegistry())
+    batches = [calls(*[call("helper", task="t")] * 205)] * 5
+    agent = scripted(
+        *batches,
+        "done",
+        subagents={"helper": SubAgent(child, parallel=True)},
+        limits=Limits(max_children=MAX_CHILDREN),
+    )
+    async with over(objects) as runtime:
+        session = await runtime.create_session(agent)
+        assert (await session.run("go")).text == "done"
+        refused = [block for block in results(await session.transcript()) if "max_children" in block.text]
+        assert len(refused) == 5 * 205 - MAX_CHILDREN == 1
+        assert len((await session.status()).children) == MAX_CHILDREN
+        assert len((await head_of(objects, session.id))[0]) <= HEAD_BYTES
+        assert len([info async for info in runtime.sessions()]) == MAX_CHILDREN + 1
+        await session.delete()
+        assert [info async for info in runtime.sessions()] == []
+
+
 async def test_many_segments_are_folded_and_read_back(home: Path) -> None:
     objects = MemoryObjectStore()
     text = "z" * 17_000
@@ -292,7 +362,7 @@ async def test_a_thousand_segments_and_sessions_are_no_other_case(home: Path, mo
         segments = [key async for key in objects.list(f"tree/{session.id}/") if "/seg/" in key]
         assert len(segments) > 1000
         assert len((await session.transcript()).messages) == 1202
-        assert await SessionStore(objects).collect_garbage(0, 0) > 10, "the indices before the last one"
+        assert await collect_garbage(SessionStore(objects), 0, 0) > 10, "the indices before the last one"
         strict_history((await session.transcript()).messages)
         quick = scripted("x", sandbox=None, tools=ToolRegistry())
         for number in range(1100):
@@ -341,107 +411,3 @@ async def test_a_host_with_a_lower_fence_is_refused(home: Path) -> None:
 
 
 # -- deleting
-
-
-def family() -> Any:
-    grandchild = scripted("g", name="grandchild", sandbox=None)
-    child = scripted(calls(call("deeper", task="d")), "c", name="child", sandbox=None, subagents={"deeper": grandchild})
-    return scripted(calls(call("helper", task="h")), bash("echo x"), "ok", subagents={"helper": child})
-
-
-async def test_deleting_takes_the_whole_tree_and_leaves_tombstones(
-    home: Path, object_store: Callable[[], ObjectStore]
-) -> None:
-    objects = object_store()
-    async with over(objects) as runtime:
-        session = await runtime.create_session(family())
-        other = await runtime.create_session(scripted("stays"))
-        await session.run("go")
-        await other.run("go")
-        ids = [info.session_id async for info in runtime.sessions(prefix=session.id)]
-        assert len(ids) == 3
-        (home / "workspaces" / session.id).mkdir(parents=True)
-        await session.delete()
-        await session.delete()
-        assert [info.session_id async for info in runtime.sessions()] == [other.id]
-        for sid in ids:
-            with pytest.raises(SessionNotFound):
-                await runtime.open(sid)
-        left = [key async for key in objects.list(f"tree/{session.id}/")]
-        assert all(key.endswith("/head") for key in left)
-        assert not (home / "workspaces" / session.id).exists()
-        store = SessionStore(objects)
-        assert await store.collect_garbage(3600, 0) == 0
-        assert await store.collect_garbage(-1, 10**12) == 3
-        assert [key async for key in objects.list(f"tree/{session.id}/")] == []
-        assert len((await other.transcript()).messages) == 2
-
-
-async def test_deleting_ends_what_runs_and_its_owner_cannot_save_any_more(home: Path) -> None:
-    objects = MemoryObjectStore()
-    running = asyncio.Event()
-
-    async def hang(command: str) -> str:
-        running.set()
-        await asyncio.sleep(60)
-        return ""
-
-    async with over(objects, sandboxes=FakeSandboxes(hang)) as runtime, over(objects) as other:
-        session = await runtime.create_session(scripted(bash("x"), "ok"))
-        run = asyncio.create_task(session.run("go"))
-        await running.wait()
-        await (await other.open(session.id)).delete()
-        await session.cancel()
-        with pytest.raises(RunFailed) as failed:
-            await run
-        assert isinstance(failed.value.__cause__, Deleted)
-        assert [info async for info in runtime.sessions()] == []
-
-
-@pytest.mark.parametrize("crash_at", range(14))
-async def test_a_deletion_that_is_cut_off_anywhere_can_be_done_again(home: Path, crash_at: int) -> None:
-    objects = MemoryObjectStore()
-    async with over(objects) as runtime:
-        session = await runtime.create_session(family())
-        await session.run("go")
-    faulty = FaultyStore(objects, faults=[Fault("unavailable", skip=crash_at, times=10**6)])
-    try:
-        await SessionStore(faulty).delete_tree(session.id)
-    except Exception:
-        assert faulty.requests
-    await SessionStore(objects).delete_tree(session.id)
-    async with over(objects) as runtime:
-        assert [info async for info in runtime.sessions()] == []
-    assert all([key.endswith("/head") async for key in objects.list("tree/")])
-
-
-async def test_a_registered_child_without_a_head_gets_a_tombstone(home: Path) -> None:
-    objects = MemoryObjectStore()
-    async with over(objects) as runtime:
-        session = await runtime.create_session(scripted("ok"))
-        key = f"tree/{session.id}/{session.id}/head"
-        found = await objects.get(key)
-        assert found is not None
-        child = f"{session.id}~never-made"
-        body = found[0].replace(b'"children":{}', b'"children":{"k":"' + child.encode() + b'"}')
-        await objects.put_if_match(key, body, found[1])
-        await session.delete()
-        store = SessionStore(objects)
-        assert await store.is_tombstone(child)
-        with pytest.raises(SessionExists):
-            await store.create(child, tombstone_of(child, None).model_copy(update={"write_id": "late"}))
-
-
-async def test_garbage_that_nobody_refers_to_goes_and_what_is_referred_to_stays(home: Path) -> None:
-    objects = MemoryObjectStore()
-    async with over(objects, sandboxes=FakeSandboxes(lambda command: "z" * 17_000)) as runtime:
-        session = await runtime.create_session(scripted(*[bash("x")] * 5, "ok"))
-        await session.run("go")
-        before = await session.transcript()
-        prefix = f"tree/{session.id}/{session.id}/seg/"
-        await objects.put_if_absent(f"{prefix}1-2-lost.jsonl", b"")
-        await objects.put_if_absent(f"{prefix}9-999-underway.jsonl", b"")
-        assert await SessionStore(objects).collect_garbage(0, 0) == 1
-        names = [key async for key in objects.list(prefix)]
-        assert any("underway" in name for name in names)
-        assert await session.transcript() == before

@@ -22,6 +22,7 @@ from greenroom import (
     NewerSchema,
     NotFound,
     PreconditionFailed,
+    SandboxSpec,
     SessionExists,
     SessionNotFound,
     Storage,
@@ -31,7 +32,9 @@ from greenroom import (
 from greenroom.runtime.ports import ObjectStore
 from greenroom.runtime.state import AgentState, Ready
 from greenroom.runtime.storage import Head, MemoryObjectStore, Segment, SessionStore, SqliteObjectStore
-from greenroom.runtime.storage.head import SCHEMA_VERSION
+from greenroom.runtime.storage.garbage import collect_garbage
+from greenroom.runtime.storage.head import SCHEMA_VERSION, SandboxRef
+from greenroom.runtime.storage.sandbox_head import SandboxHead
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -165,7 +168,7 @@ async def test_a_store_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 async def test_a_head_comes_back_as_it_was_written_and_no_alias_of_it(objects: ObjectStore) -> None:
     store = SessionStore(objects)
     assert await store.read("s") is None
-    written = head(inline=(Message.user("hällo"),), children={"k": "c"})
+    written = head(inline=(Message.user("hällo"),), spawned=("1/2/0",))
     etag = await store.create("s", written)
     assert await store.read("s") == (written, etag)
     with pytest.raises(SessionExists):
@@ -242,9 +245,9 @@ async def test_segments_are_checked_when_they_are_read(objects: ObjectStore) -> 
 
 async def test_a_newer_or_broken_head_is_refused_by_name_and_left_alone(objects: ObjectStore) -> None:
     store = SessionStore(objects)
-    newer = head().encode().replace(b'"schema_version":2', b'"schema_version":3,"later":true')
+    newer = head().encode().replace(b'"schema_version":3', b'"schema_version":4,"later":true')
     await objects.put_if_absent("tree/s/s/head", newer)
-    with pytest.raises(NewerSchema, match="version 3"):
+    with pytest.raises(NewerSchema, match="version 4"):
         await store.acquire("s", "a")
     found = await objects.get("tree/s/s/head")
     assert found is not None
@@ -267,6 +270,65 @@ async def test_any_id_is_one_element_of_a_key(objects: ObjectStore) -> None:
     assert [sid async for sid in store.session_ids("a/")] == ["a/b"]
 
 
+async def test_a_session_may_be_called_sandbox(objects: ObjectStore) -> None:
+    store = SessionStore(objects)
+    await store.create("sandbox", head("sandbox"))
+    await store.save_sandbox(SandboxHead(root="sandbox", write_id="w"), None)
+    assert [sid async for sid in store.session_ids()] == ["sandbox"]
+    assert (await store.read("sandbox")) is not None
+    assert (await store.read_sandbox("sandbox")) is not None
+
+
+async def test_a_sandbox_head_is_changed_by_comparison_and_goes_with_its_root(objects: ObjectStore) -> None:
+    store = SessionStore(objects)
+    await store.create("s", head(sandbox=SandboxRef(spec=SandboxSpec(kind="host"))))
+    assert await store.read_sandbox("s") is None
+    first = SandboxHead(root="s", epoch=1, owner="one", write_id="a", watermark={"s": "s/1/2/0"}, jobs={"j": "running"})
+    etag = await store.save_sandbox(first, None)
+    assert await store.read_sandbox("s") == (first, etag)
+    assert await store.save_sandbox(first, None) == etag, "the same write again is that write"
+    with pytest.raises(Conflict):
+        await store.save_sandbox(first.model_copy(update={"write_id": "other"}), None)
+    second = first.model_copy(update={"epoch": 2, "owner": "two", "write_id": "b", "snapshot": "n1"})
+    newer = await store.save_sandbox(second, etag)
+    with pytest.raises(Fenced, match="two"):
+        await store.save_sandbox(first.model_copy(update={"write_id": "late"}), etag)
+    await objects.put_if_absent("tree/s/sandbox/n1", b"files")
+    await store.delete_tree("s")
+    assert await store.read_sandbox("s") is None
+    with pytest.raises(Deleted):
+        await store.save_sandbox(second.model_copy(update={"write_id": "late"}), newer)
+    with pytest.raises(Deleted):
+        await store.save_sandbox(SandboxHead(root="s", write_id="first"), None)
+    await store.delete_tree("s")
+    assert [key async for key in objects.list("tree/s/")] == ["tree/s/s/head", "tree/s/sandbox/head"]
+    await collect_garbage(store, -1, 10**12)
+    assert [key async for key in objects.list("tree/s/")] == []
+
+
+async def test_a_newer_or_broken_sandbox_head_is_refused_by_name(objects: ObjectStore) -> None:
+    store = SessionStore(objects)
+    await objects.put_if_absent("tree/s/sandbox/head", b'{"schema_version":2,"root":"s","write_id":"x"}')
+    with pytest.raises(NewerSchema, match="tree/s/sandbox/head"):
+        await store.read_sandbox("s")
+    await objects.put_if_absent("tree/t/sandbox/head", b'{"schema_version":1}')
+    with pytest.raises(StorageError, match="tree/t/sandbox/head") as broken:
+        await store.read_sandbox("t")
+    assert broken.value.kind == "serde"
+
+
+SANDBOX_FIXTURES = sorted((Path(__file__).parent / "sandbox_heads").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SANDBOX_FIXTURES, ids=lambda path: path.stem)
+async def test_sandbox_heads_of_every_schema_go_on_loading(path: Path, objects: ObjectStore) -> None:
+    body = path.read_bytes().strip()
+    await objects.put_if_absent("tree/s/sandbox/head", body)
+    found = await SessionStore(objects).read_sandbox("s")
+    assert found is not None
+    assert found[0].encode() == body, "the form changed: raise SANDBOX_SCHEMA and add a fixture"
+
+
 async def test_two_backends_share_the_two_roles_or_one_takes_both() -> None:
     first, second = SessionStore(MemoryObjectStore()), SessionStore(MemoryObjectStore())
     assert not Storage(checkpoints=first, transcripts=second).inlines
@@ -287,8 +349,10 @@ async def test_heads_of_every_schema_go_on_loading(path: Path, objects: ObjectSt
     before, after = json.loads(body), json.loads(found[0].encode())
     assert before["schema_version"] == int(path.parent.name)
     assert after["schema_version"] == SCHEMA_VERSION
-    for field in ("session_id", "epoch", "revision", "state", "inline", "children", "usage_before"):
+    for field in ("session_id", "epoch", "revision", "state", "inline", "usage_before"):
         assert after[field] == before[field]
+    if "children" in before:
+        assert found[0].children == before["children"]
     assert [call["key"] for call in (after["batch"] or {"calls": []})["calls"]] == [
         call["key"] for call in (before["batch"] or {"calls": []})["calls"]
     ]
