@@ -7,10 +7,9 @@ durable with the batch, the call's mark and all earlier outcomes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
+from greenroom.runtime.call_group import CallGroup, Early
 from greenroom.runtime.calls import CallRef, Interrupt, ToolContext, ToolOutput
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.emitter import Emitter
@@ -40,16 +39,12 @@ from greenroom.runtime.tools.schema import validate
 from greenroom.runtime.tools.toolbox import Toolbox, spawn_output
 from greenroom.runtime.tree_sandbox import CallSandbox
 
-CANCEL_GRACE = 5.0
-"""Seconds a cancelled tool gets to clean up before the run parks without it."""
-
 SANDBOX_GRACE = 5.0
 """Seconds a sandbox gets, beyond a call's own limit, to end the command and answer what it had put out."""
 
 MAX_ERROR_TEXT = 2000
 """Characters of an exception that a model gets to see."""
 
-T = TypeVar("T")
 NOTHING_ACKED = -1
 BatchEnd = BatchDone | Asked | CancelSeen | Broke
 
@@ -77,7 +72,7 @@ def open_batch(message: Message, record: Record, toolbox: Toolbox, limits: Limit
             children += 1
             refusal = _spawn_refusal(head.depth, children, limits)
             if refusal is not None:
-                call = call.model_copy(update={"outcome": Outcome.error(refusal)})
+                call = call.but(outcome=Outcome.error(refusal))
         calls.append(call)
     return Batch(step=step, calls=tuple(calls))
 
@@ -93,7 +88,6 @@ class BatchRun:
         self._sandbox: TreeSandbox | None = None
         self._opening = asyncio.Lock()
         self._acked_through = NOTHING_ACKED
-        self._stopping = False
 
     async def run(self) -> BatchEnd:
         """Runs what is open until the batch is done, someone is asked, or the run is cancelled."""
@@ -130,13 +124,13 @@ class BatchRun:
         for call in marked:
             if decide(call, incarnation) is Recovery.unknown:
                 await end_call(call, self._record, self._ports.sandboxes)
-                self._put(call.model_copy(update={"outcome": Outcome.error(OUTCOME_UNKNOWN)}))
+                self._put(call.but(outcome=Outcome.error(OUTCOME_UNKNOWN)))
 
     async def _run_group(self, group: tuple[CallRecord, ...]) -> BatchEnd | None:
         """Runs calls that may run together; None when all have their outcome."""
         cancel, emitter = self._ports.cancel, self._ports.emitter
         if cancel.cancelled:
-            return await self._cancelled({})
+            return await self._cancelled(None)
         marked = [await self._mark(call) for call in group]
         if self._every_save_waits or any(call.effect != "read_only" for call in group):
             await self._record.save()
@@ -144,66 +138,60 @@ class BatchRun:
         else:
             self._record.save_soon()  # a second read does no harm
         if cancel.cancelled:
-            return await self._cancelled({})
-        tasks: dict[str, asyncio.Task[Outcome | Interrupt]] = {}
-        for call in marked:
-            emitter.emit("tool_started", call_key=call.key, name=call.name)
-            tasks[call.key] = asyncio.get_running_loop().create_task(self._run_call(call))
-        cancelled = asyncio.ensure_future(cancel.wait())
+            return await self._cancelled(None)
+        running: CallGroup[Outcome | Interrupt] = CallGroup(self._ports.clock, cancel)
         try:
-            pending = set(tasks.values())
-            while pending and not cancelled.done():
-                _, rest = await asyncio.wait([*pending, cancelled], return_when=asyncio.FIRST_COMPLETED)
-                pending = {task for task in pending if task in rest}
-            if pending:
-                return await self._cancelled(tasks)
-            return self._take_outcomes(tasks)
+            for call in marked:
+                emitter.emit("tool_started", call_key=call.key, name=call.name)
+                tool = self._ports.toolbox.find(call.name)
+                running.start(call.key, self._run_call(call, tool), self._outer_limit(tool))
+            if not await running.join():
+                return await self._cancelled(running)
+            return self._take_outcomes(running)
         finally:
-            cancelled.cancel()
-            await self._stop(tasks.values())  # whatever happened, nothing of the group goes on unseen
+            await running.stop()  # whatever happened, nothing of the group goes on unseen
 
     async def _mark(self, call: CallRecord) -> CallRecord:
         """Notes that the call may begin from now on, and where; registers a child before it is created."""
         place = (await self._open_sandbox()).incarnation if call.runs_in == "sandbox" else InProcess
-        marked = call.model_copy(update={"started": Mark(place=place, epoch=self._record.head.epoch)})
+        marked = call.but(started=Mark(place=place, epoch=self._record.head.epoch))
         self._put(marked)
         if call.spawns:
             self._record.head = self._record.head.with_child(call.key)
         return marked
 
-    def _take_outcomes(self, tasks: dict[str, asyncio.Task[Outcome | Interrupt]]) -> Asked | None:
-        """Records what finished tasks gave; a question parks the batch."""
+    def _take_outcomes(self, running: CallGroup[Outcome | Interrupt]) -> Asked | None:
+        """Records what finished calls gave; a question parks the batch."""
         asked = None
-        for key, task in tasks.items():
-            if not task.done() or task.cancelled():
-                continue
-            made = task.result()
+        for key, made in running.ended():
             call = self._batch.call(key)
+            if isinstance(made, Early):
+                made = self._early_outcome(call, made)
             if isinstance(made, Interrupt):
-                self._put(call.model_copy(update={"question": made}))
+                self._put(call.but(question=made))
                 asked = asked or Asked(key)
             else:
-                self._put(call.model_copy(update={"outcome": made}))
+                self._put(call.but(outcome=made))
                 self._ports.emitter.emit("tool_finished", call_key=key, is_error=made.is_error)
         return asked
 
-    async def _cancelled(self, tasks: dict[str, asyncio.Task[Outcome | Interrupt]]) -> CancelSeen:
+    def _early_outcome(self, call: CallRecord, why: Early) -> Outcome:
+        if why is Early.by_itself:
+            return Outcome.error("The call was cancelled from inside.", counts=True)
+        limit = self._limit(self._ports.toolbox.find(call.name)) or 0
+        text = f"Timed out after {limit:g} s. The call was stopped; it may have taken partial effect."
+        return Outcome.error(text, counts=True)
+
+    async def _cancelled(self, running: CallGroup[Outcome | Interrupt] | None) -> CancelSeen:
         """Mark first; then end what runs, await the children's acknowledgement, keep what finished in time."""
         reason = self._ports.cancel.reason
         await self._record.mark_cancelled(reason, self._ports.clock.time())
-        await self._stop(tasks.values())
+        if running is not None:
+            await running.stop()
         await end_batch(self._record, self._ports.sandboxes, self._ports.children, reason)
-        self._take_outcomes(tasks)
+        if running is not None:
+            self._take_outcomes(running)
         return CancelSeen(reason)
-
-    async def _stop(self, tasks: Iterable[asyncio.Task[Outcome | Interrupt]]) -> None:
-        self._stopping = True
-        running = [task for task in tasks if not task.done()]
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running, timeout=CANCEL_GRACE)
-        self._stopping = False
 
     def _done(self) -> BatchDone:
         outcomes = [call.outcome for call in self._batch.calls if call.outcome is not None]
@@ -213,13 +201,23 @@ class BatchRun:
 
     # -- one call
 
-    async def _run_call(self, call: CallRecord) -> Outcome | Interrupt:
-        tool = self._ports.toolbox.find(call.name)
+    def _limit(self, tool: Tool | None) -> float | None:
+        """Seconds the tool's own work may take; a sub-agent has limits of its own."""
+        if tool is None:
+            return None
+        return (self._limits.tool_timeout if tool.spec.timeout is None else tool.spec.timeout) or None
+
+    def _outer_limit(self, tool: Tool | None) -> float | None:
+        """Seconds until the call is cancelled; a sandbox keeps the limit itself and tells what came out by then."""
+        limit = self._limit(tool)
+        in_sandbox = tool is not None and tool.spec.runs_in == "sandbox"
+        return limit + SANDBOX_GRACE if limit is not None and in_sandbox else limit
+
+    async def _run_call(self, call: CallRecord, tool: Tool | None) -> Outcome | Interrupt:
         if tool is None and not call.spawns:
             return Outcome.error(f"The tool {call.name!r} is not there any more. It did not run.")
-        timeout = self._limits.tool_timeout if tool is None or tool.spec.timeout is None else tool.spec.timeout
         try:
-            return await (self._run_spawn(call) if tool is None else self._run_tool(tool, call, timeout))
+            return await (self._run_spawn(call) if tool is None else self._run_tool(tool, call))
         except SandboxFenced:
             raise
         except SandboxDied as error:
@@ -228,21 +226,12 @@ class BatchRun:
             if call.effect == "effectful":
                 return Outcome.error(OUTCOME_UNKNOWN)
             return Outcome.error(f"The sandbox was lost while this call ran: {error}", counts=True)
-        except asyncio.CancelledError:
-            if self._stopping:
-                raise
-            return Outcome.error("The call was cancelled from inside.", counts=True)  # by the tool's own doing
-        except OutOfTime:
-            text = f"Timed out after {timeout:g} s. The call was stopped; it may have taken partial effect."
-            return Outcome.error(text, counts=True)
         except Exception as error:  # a failing tool is data for the model
             text = clean(f"{type(error).__name__}: {error}")
             return Outcome.error(text[:MAX_ERROR_TEXT], counts=True)
 
-    async def _run_tool(self, tool: Tool, call: CallRecord, timeout: float) -> Outcome | Interrupt:
-        limit = timeout or None
-        in_sandbox = tool.spec.runs_in == "sandbox"
-        outer = None if limit is None else limit + SANDBOX_GRACE if in_sandbox else limit
+    async def _run_tool(self, tool: Tool, call: CallRecord) -> Outcome | Interrupt:
+        limit = self._limit(tool)
         context = ToolContext(
             session_id=self._record.head.session_id,
             call_key=call.key,
@@ -250,8 +239,7 @@ class BatchRun:
             progress=self._ports.emitter.progress(call.key),
             sandbox=self._call_sandbox(tool, call, limit),
         )
-        invocation = tool.invoke(validate(tool.spec.arguments, call.arguments), context)
-        made = await within(self._ports.clock, outer, invocation)
+        made = await tool.invoke(validate(tool.spec.arguments, call.arguments), context)
         return made if isinstance(made, Interrupt) else Outcome.of(made)
 
     async def _run_spawn(self, call: CallRecord) -> Outcome:
@@ -291,7 +279,7 @@ class BatchRun:
                 self._sandbox = await self._ports.sandboxes.get(head.root, head.sandbox.spec)
                 await self._sandbox.fence(head.session_id, head.epoch)
                 if head.sandbox.incarnation != self._sandbox.incarnation:
-                    fresh = head.sandbox.model_copy(update={"incarnation": self._sandbox.incarnation})
+                    fresh = head.sandbox.but(incarnation=self._sandbox.incarnation)
                     self._record.update(sandbox=fresh)
         return self._sandbox
 
@@ -316,28 +304,6 @@ async def end_call(call: CallRecord, record: Record, sandboxes: TreeSandboxes) -
             await sandbox.end(CallRef(head.session_id, head.epoch, call.key, call.digest))
     except SandboxDied:
         pass
-
-
-class OutOfTime(Exception):
-    """The call's own time limit ran out."""
-
-
-async def within(clock: Clock, seconds: float | None, awaitable: Awaitable[T]) -> T:
-    """The awaitable's result, or OutOfTime after `seconds` on the clock, when it has been cancelled and is over."""
-    if seconds is None:
-        return await awaitable
-    work = asyncio.ensure_future(awaitable)
-    alarm = asyncio.ensure_future(clock.sleep(seconds))
-    try:
-        await asyncio.wait([work, alarm], return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        raise OutOfTime
-    finally:
-        alarm.cancel()
-        if not work.done():
-            work.cancel()
-            await asyncio.wait([work], timeout=CANCEL_GRACE)
 
 
 def _spawn_refusal(depth: int, children: int, limits: Limits) -> str | None:

@@ -173,6 +173,9 @@ class SandboxSpec(Value):
     limits: SandboxLimits = SandboxLimits()
 
 
+_COMPACT = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
 def compact_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: the form that digests are made of."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return _COMPACT.encode(value)

@@ -22,13 +22,16 @@ class CancelToken:
         monotonic: Callable[[], float] = time.monotonic,
         parent: CancelToken | None = None,
     ) -> None:
-        self._event = asyncio.Event()
+        self._cancelled = False
         self._reason = ""
         self._monotonic = monotonic
         self._deadline = None if timeout is None else monotonic() + timeout
-        self._children: weakref.WeakSet[CancelToken] = weakref.WeakSet()
+        self._children: weakref.WeakSet[CancelToken] | None = None  # most tokens have none
+        self._callbacks: dict[object, Callable[[], object]] = {}
         self._parent = parent  # keeps the chain alive while a descendant listens
         if parent is not None:
+            if parent._children is None:
+                parent._children = weakref.WeakSet()
             parent._children.add(self)
             if parent._deadline is not None:
                 self._deadline = parent._deadline if self._deadline is None else min(self._deadline, parent._deadline)
@@ -37,16 +40,19 @@ class CancelToken:
 
     def cancel(self, reason: str = "") -> None:
         """Cancels this token and its children; a second call changes nothing."""
-        if self._event.is_set():
+        if self._cancelled:
             return
         self._reason = reason
-        self._event.set()
-        for child in list(self._children):
+        self._cancelled = True
+        callbacks, self._callbacks = self._callbacks, {}
+        for callback in callbacks.values():
+            callback()
+        for child in list(self._children or ()):
             child.cancel(reason)
 
     @property
     def cancelled(self) -> bool:
-        return self._event.is_set()
+        return self._cancelled
 
     @property
     def reason(self) -> str:
@@ -61,6 +67,24 @@ class CancelToken:
         """A token that is cancelled with this one and bounded by its deadline."""
         return CancelToken(timeout=timeout, monotonic=self._monotonic, parent=self)
 
+    def on_cancel(self, callback: Callable[[], object]) -> Callable[[], object]:
+        """Calls back, once, when the token is cancelled, at once if it is already; answers what takes that back."""
+        if self.cancelled:
+            callback()
+            return _nothing
+        key = object()
+        self._callbacks[key] = callback
+        return lambda: self._callbacks.pop(key, None)
+
     async def wait(self) -> None:
         """Returns once the token is cancelled."""
-        await self._event.wait()
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        forget = self.on_cancel(lambda: None if told.done() else told.set_result(None))
+        try:
+            await told
+        finally:
+            forget()
+
+
+def _nothing() -> None:
+    """There is nothing to take back."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
-import uuid
+from collections.abc import Callable
 
 
 class SystemClock:
@@ -18,10 +19,13 @@ class SystemClock:
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        return asyncio.get_running_loop().call_later(seconds, callback).cancel
+
 
 class RandomIds:
     def new_id(self) -> str:
-        return uuid.uuid4().hex
+        return os.urandom(16).hex()
 
     def random(self) -> float:
         return random.random()

@@ -200,7 +200,7 @@ def _spec_from_mapping(document: dict[str, Any], folder: Path) -> SandboxSpec:
     spec = SandboxSpec.model_validate(document)
     if spec.workspace is None:
         return spec
-    return spec.model_copy(update={"workspace": str((folder / os.path.expanduser(spec.workspace)).resolve())})
+    return spec.but(workspace=str((folder / os.path.expanduser(spec.workspace)).resolve()))
 
 
 def _tools_from_list(entries: Any, *, host: bool) -> list[Tool]:

@@ -100,7 +100,7 @@ class Batch(Value):
         return next(record for record in self.calls if record.key == key)
 
     def put(self, record: CallRecord) -> Batch:
-        return self.model_copy(update={"calls": tuple(record if old.key == record.key else old for old in self.calls)})
+        return self.but(calls=tuple(record if old.key == record.key else old for old in self.calls))
 
     @property
     def open_calls(self) -> tuple[CallRecord, ...]:
@@ -172,7 +172,7 @@ def close_cancelled(batch: Batch) -> Batch:
     """The batch with a placeholder for every unanswered call, saying whether it had started."""
     for record in batch.open_calls:
         text = CANCELLED_BEFORE_START if record.started is None else CANCELLED_WHILE_RUNNING
-        batch = batch.put(record.model_copy(update={"outcome": Outcome.error(text)}))
+        batch = batch.put(record.but(outcome=Outcome.error(text)))
     return batch
 
 
@@ -180,5 +180,5 @@ def close_unrun(batch: Batch, reason: str) -> Batch:
     """The batch with a placeholder for every unanswered call of a run that failed."""
     for record in batch.open_calls:
         outcome = Outcome.error(NOT_RUN_RUN_FAILED.format(reason=reason))
-        batch = batch.put(record.model_copy(update={"outcome": outcome}))
+        batch = batch.put(record.but(outcome=outcome))
     return batch

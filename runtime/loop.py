@@ -14,6 +14,7 @@ from greenroom.runtime.batch import BatchPorts, BatchRun, end_batch, open_batch
 from greenroom.runtime.calls import ModelRequest
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.emitter import Emitter
 from greenroom.runtime.errors import ProviderError
 from greenroom.runtime.journal import (
@@ -40,7 +41,6 @@ from greenroom.runtime.machine import (
 from greenroom.runtime.messages import Message, TextBlock, Usage
 from greenroom.runtime.model_call import Cut, call_model
 from greenroom.runtime.ports import Children, Clock, IdSource, TreeSandboxes
-from greenroom.runtime.racing import first_of
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind
 from greenroom.runtime.retry import backoff
@@ -140,7 +140,8 @@ class Loop:
         delay = backoff(self._agent.limits.retry_backoff, effect.attempt, ports.ids.random(), effect.retry_after)
         ports.emitter.emit("retry", delay=delay, failure=effect.failure)
         if delay > 0:
-            await first_of(ports.clock.sleep(delay), ports.cancel.wait())
+            async with cut_off_by(ports.cancel):
+                await ports.clock.sleep(delay)
         return await self._cancel_seen() if ports.cancel.cancelled else None
 
     async def _run_batch(self) -> Event:
@@ -181,7 +182,7 @@ def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
 async def save_stop(record: Record, clock: Clock) -> None:
     """Makes a stop durable: nobody owns the session any more, and the run counts."""
     stop = {"owner": None, "since": clock.time(), "revision": record.head.revision + 1, "cancel": None}
-    receipts = await record.receipts_with(result_of(record.head.model_copy(update=stop)))
+    receipts = await record.receipts_with(result_of(record.head.but(**stop)))
     record.update(**stop, receipts=receipts)  # in one step: a write under way takes all of it or nothing
     await record.save()
 

@@ -159,9 +159,7 @@ def status_of(state: State) -> RunStatus:
 
 
 def _user_said(state: State, _event: UserSaid, _limits: Limits) -> Step:
-    return Ready(
-        agent=state.agent.model_copy(update={"run_step": 0, "consecutive_failures": 0, "final_text": None})
-    ), ()
+    return Ready(agent=state.agent.but(run_step=0, consecutive_failures=0, final_text=None)), ()
 
 
 def _reason(state: State, _event: object, limits: Limits) -> Step:
@@ -172,14 +170,12 @@ def _reason(state: State, _event: object, limits: Limits) -> Step:
 
 
 def _model_replied(state: State, event: ModelReplied, _limits: Limits) -> Step:
-    agent = state.agent.model_copy(
-        update={
-            "step": state.agent.step + 1,
-            "run_step": state.agent.run_step + 1,
-            "call_no": state.agent.call_no + 1,
-            "final_text": event.text or state.agent.final_text,
-            "usage": state.agent.usage + event.usage,
-        }
+    agent = state.agent.but(
+        step=state.agent.step + 1,
+        run_step=state.agent.run_step + 1,
+        call_no=state.agent.call_no + 1,
+        final_text=event.text or state.agent.final_text,
+        usage=state.agent.usage + event.usage,
     )
     match event.stop_kind:
         case "length" | "context_window":
@@ -188,12 +184,12 @@ def _model_replied(state: State, event: ModelReplied, _limits: Limits) -> Step:
             return _fail(agent, FailureKind.content_filter, f"the model gave no answer: {event.stop_kind}"), (Stop(),)
     if event.calls:
         return ToolExecuting(agent=agent, batch=agent.step), (RunBatch(),)
-    return Success(agent=agent.model_copy(update={"consecutive_failures": 0, "final_text": event.text})), (Stop(),)
+    return Success(agent=agent.but(consecutive_failures=0, final_text=event.text)), (Stop(),)
 
 
 def _model_failed(state: State, event: ModelFailed, limits: Limits) -> Step:
     failures = state.agent.consecutive_failures + 1
-    agent = state.agent.model_copy(update={"call_no": state.agent.call_no + 1, "consecutive_failures": failures})
+    agent = state.agent.but(call_no=state.agent.call_no + 1, consecutive_failures=failures)
     if not event.failure.retryable or failures >= limits.max_consecutive_fail:
         return Fail(agent=agent, failure=event.failure), (Stop(),)
     return Reasoning(agent=agent), (BackOff(failures, event.failure, event.retry_after), CallModel())
@@ -202,7 +198,7 @@ def _model_failed(state: State, event: ModelFailed, limits: Limits) -> Step:
 def _batch_done(state: State, event: BatchDone, limits: Limits) -> Step:
     """A batch without any success counts as one failure; one with a success starts the count again."""
     failures = state.agent.consecutive_failures + 1 if event.failed and not event.succeeded else 0
-    agent = state.agent.model_copy(update={"consecutive_failures": failures})
+    agent = state.agent.but(consecutive_failures=failures)
     if failures >= limits.max_consecutive_fail:
         message = f"{failures} steps in a row failed; last: {event.last_error}"
         return _fail(agent, FailureKind.tool, message), (Stop(),)
@@ -220,9 +216,7 @@ def _answered(state: WaitingForUser, _event: Answered, _limits: Limits) -> Step:
 
 
 def _cancel_seen(state: State, event: CancelSeen, _limits: Limits) -> Step:
-    agent = state.agent.model_copy(
-        update={"call_no": state.agent.call_no + event.called, "final_text": event.text or state.agent.final_text}
-    )
+    agent = state.agent.but(call_no=state.agent.call_no + event.called, final_text=event.text or state.agent.final_text)
     return Interrupted(agent=agent, reason=event.reason), (Stop(),)
 
 

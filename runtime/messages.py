@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -16,6 +16,18 @@ class Value(BaseModel):
     """Base of values that cross a border (store, actor, wire): frozen, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    def but(self, **changes: Any) -> Self:
+        """This value with some fields changed; they are not checked again.
+
+        A tenth of the cost of `model_copy`, which a step would pay a dozen times.
+        """
+        made = object.__new__(type(self))
+        object.__setattr__(made, "__dict__", self.__dict__ | changes)
+        object.__setattr__(made, "__pydantic_fields_set__", self.__pydantic_fields_set__)
+        object.__setattr__(made, "__pydantic_extra__", None)
+        object.__setattr__(made, "__pydantic_private__", None)
+        return made
 
 
 MAX_SHORT_TEXT = 700

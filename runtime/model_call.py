@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from greenroom.runtime.calls import ModelRequest
 from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.emitter import Emitter
 from greenroom.runtime.errors import GreenroomError, ProviderError
 from greenroom.runtime.messages import Message, MessageDelta, TextDelta, ThinkingDelta
@@ -27,17 +27,9 @@ async def call_model(
 ) -> Message | ProviderError | Cut:
     """The whole message, the error, or what a cancelled stream had said so far. Never raises for a model's failure."""
     said: list[str] = []
-    call = asyncio.ensure_future(_consume(provider, request, cancel, emitter, said))
-    cancelled = asyncio.ensure_future(cancel.wait())
-    try:
-        await asyncio.wait([call, cancelled], return_when=asyncio.FIRST_COMPLETED)
-        if not call.done():
-            call.cancel()
-            await asyncio.wait([call])
-        return Cut("".join(said)) if call.cancelled() else call.result()
-    finally:
-        cancelled.cancel()
-        call.cancel()
+    async with cut_off_by(cancel):
+        return await _consume(provider, request, cancel, emitter, said)
+    return Cut("".join(said))
 
 
 async def _consume(

@@ -32,7 +32,7 @@ def _consume(record: Record, answer: Outcome) -> None:
     state, batch = record.head.state, record.head.batch
     assert isinstance(state, WaitingForUser), "only a waiting session is answered"
     assert batch is not None, "a waiting session has an open batch"
-    answered = batch.call(state.interrupt_id).model_copy(update={"outcome": answer})
+    answered = batch.call(state.interrupt_id).but(outcome=answer)
     record.update(batch=batch.put(answered), revision=record.head.revision + 1)
 
 

@@ -6,7 +6,7 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from greenroom.runtime.calls import CallRef, ExecResult, ModelRequest, SandboxSpec
@@ -230,6 +230,10 @@ class Clock(Protocol):
     def monotonic(self) -> float: ...
 
     async def sleep(self, seconds: float) -> None: ...
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls back on the event loop after so many seconds; answers what takes that back."""
+        ...
 
 
 class IdSource(Protocol):

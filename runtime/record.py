@@ -51,6 +51,7 @@ class Record:
         self._version = 0  # counts changes asked to be written
         self._durable_version = 0
         self._writing: asyncio.Task[None] | None = None
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._error: BaseException | None = None
 
     @classmethod
@@ -60,7 +61,7 @@ class Record:
 
     def update(self, **fields: Any) -> None:
         """Changes the head in memory."""
-        self.head = self.head.model_copy(update=fields)
+        self.head = self.head.but(**fields)
 
     def append(self, message: Message) -> None:
         self.messages.append(message)
@@ -81,14 +82,9 @@ class Record:
         A write that has begun is not cut off by a cancellation of its caller: it may have landed.
         """
         self.save_soon()
-        version = self._version
-        while self._durable_version < version:
-            if self._error is not None:
-                raise self._error
-            assert self._writing is not None, "somebody writes while something is pending"
-            await asyncio.wait([self._writing])
-        if self._error is not None:
-            raise self._error
+        landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((self._version, landed))
+        await landed
 
     async def settle(self) -> None:
         """Waits for writes under way, whatever becomes of them."""
@@ -118,11 +114,27 @@ class Record:
                 version = self._version
                 await self._write()
                 self._durable_version = version
-        except Exception as error:  # told to whoever saves next, and to the run at once
+                self._tell(None)
+        except Exception as error:  # told to whoever waits or saves next, and to the run at once
             self._error = error
+            self._tell(error)
             self.on_lost()
         finally:
             self._writing = None
+
+    def _tell(self, error: Exception | None) -> None:
+        """Wakes those whose version has landed, or all of them with the error."""
+        still = []
+        for version, landed in self._waiting:
+            if landed.done():
+                continue  # its caller was cancelled
+            if error is not None:
+                landed.set_exception(error)
+            elif version <= self._durable_version:
+                landed.set_result(None)
+            else:
+                still.append((version, landed))
+        self._waiting = still
 
     async def _write(self) -> None:
         """One head write: what it refers to first."""
@@ -145,7 +157,7 @@ class Record:
         full = storage.inlines and _estimate(spilled, self._inline_bytes) > HEAD_BYTES
         if head.inline and (full or self._inline_bytes > ROLL_BYTES or not storage.inlines):
             ref = await storage.transcripts.append(head.session_id, Segment(name, head.inline))
-            spilled = spilled.model_copy(update={"segments": (*head.segments, ref), "inline": ()})
+            spilled = spilled.but(segments=(*head.segments, ref), inline=())
         if full:
             spilled = await storage.spill_batch(spilled, self._blobs)
         if len(spilled.segments) > FOLD_SEGMENTS:

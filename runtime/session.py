@@ -294,7 +294,7 @@ class SessionDriver:
         emitter.emit("run_started", revision=record.head.revision, request_id=request)
         if plan.take_over:
             emitter.emit("reset", durable_write_no=record.head.write_no)
-        alarm = asyncio.ensure_future(self._alarm(token, timeout, agent.limits.max_seconds))
+        forget_alarm = self._set_alarm(token, timeout, agent.limits.max_seconds)
         try:
             if record.head.cancel is not None:  # its owner was cancelling it when it died
                 await park(record, record.head.cancel.reason, host.sandboxes, children, host.clock)
@@ -307,7 +307,7 @@ class SessionDriver:
             emitter.emit("run_finished", result=failed.result)
             raise failed from error
         finally:
-            alarm.cancel()
+            forget_alarm()
             await record.settle()
         emitter.emit("run_finished", result=result)
         return result
@@ -373,11 +373,13 @@ class SessionDriver:
             return await self._host.shelf.put(self.agent), self.agent
         return head.agent, await self._host.shelf.get(head.agent)
 
-    async def _alarm(self, token: CancelToken, timeout: float | None, max_seconds: float | None) -> None:
+    def _set_alarm(self, token: CancelToken, timeout: float | None, max_seconds: float | None) -> Callable[[], None]:
+        """Cancels the run when its time is over; answers what takes that back."""
         limits = [seconds for seconds in (timeout, max_seconds) if seconds]
-        if limits:
-            await self._host.clock.sleep(min(limits))
-            token.cancel(f"time limit of {min(limits):g} s")
+        if not limits:
+            return lambda: None
+        reason = f"time limit of {min(limits):g} s"
+        return self._host.clock.call_later(min(limits), lambda: token.cancel(reason))
 
     def _claim(self, request_id: str | None, verb: str, content: Any) -> Claim:
         given = request_id is not None

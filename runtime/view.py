@@ -14,7 +14,7 @@ def open_interrupt(head: Head) -> Interrupt | None:
     if not isinstance(head.state, WaitingForUser) or head.batch is None:
         return None
     question = head.batch.call(head.state.interrupt_id).question
-    return None if question is None else question.model_copy(update={"id": head.state.interrupt_id})
+    return None if question is None else question.but(id=head.state.interrupt_id)
 
 
 def result_of(head: Head) -> RunResult:

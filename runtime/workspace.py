@@ -28,4 +28,4 @@ def remove_managed_workspace(root: str) -> None:
 def resolved_spec(spec: SandboxSpec, root: str) -> SandboxSpec:
     """The spec with an absolute workspace: `{home}/workspaces/{root}` unless it names one."""
     path = Path(spec.workspace).expanduser() if spec.workspace else managed_workspace(root)
-    return spec.model_copy(update={"workspace": str(path.absolute())})
+    return spec.but(workspace=str(path.absolute()))

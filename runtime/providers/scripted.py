@@ -42,6 +42,7 @@ class Scripted:
     def __init__(self, script: Sequence[Any], *, name: str = "script") -> None:
         self.script = tuple(script)
         self.name = name
+        self._made: dict[int, list[ToolCallBlock]] = {}
         for number, entry in enumerate(self.script):
             _check(entry, number, name)
 
@@ -66,10 +67,19 @@ class Scripted:
         text = str(entry.get("text") or "")
         for piece in text.splitlines(keepends=True):
             yield TextDelta(piece)
-        calls = [_call(call, request.call_no, index) for index, call in enumerate(entry.get("calls") or ())]
+        calls = self._calls_of(entry, request.call_no)
         for index, call in enumerate(calls):
             yield ToolCallDelta(index, call.id, call.name, call.raw_arguments)
         yield MessageDelta(_message(text, calls, entry, request))
+
+    def _calls_of(self, entry: dict[str, Any], call_no: int) -> list[ToolCallBlock]:
+        """Made once for an entry that is written down; a thousand sessions may play it."""
+        made = self._made.get(call_no)
+        if made is None:
+            made = [_call(call, call_no, index) for index, call in enumerate(entry.get("calls") or ())]
+            if not callable(self.script[call_no]):
+                self._made[call_no] = made
+        return made
 
     async def _entry(self, request: ModelRequest) -> dict[str, Any]:
         """The entry of this call as a mapping."""

@@ -148,7 +148,7 @@ class Head(Value):
     def with_child(self, call_key: str) -> Head:
         """The head with the child of this call registered."""
         call = call_key.removeprefix(f"{self.session_id}/")
-        return self if call in self.spawned else self.model_copy(update={"spawned": (*self.spawned, call)})
+        return self if call in self.spawned else self.but(spawned=(*self.spawned, call))
 
     def encode(self) -> bytes:
         """Its JSON; the messages in it are encoded once, not with every save."""

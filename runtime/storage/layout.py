@@ -42,16 +42,16 @@ async def spill_values(store: SessionStore, head: Head, known: set[str]) -> Head
         if call.size > LARGE_VALUE:
             body = compact_json(call.arguments).encode("utf-8", "surrogatepass")
             blob = await store.put_blob(head.session_id, body, known)
-            call = call.model_copy(update={"arguments": {}, "arguments_blob": blob})
+            call = call.but(arguments={}, arguments_blob=blob)
             batch = batch.put(call)
         if call.outcome is None:
             continue
         body = _CONTENT.dump_json(call.outcome.content)
         if len(body) > LARGE_VALUE:
             blob = await store.put_blob(head.session_id, body, known)
-            small = call.outcome.model_copy(update={"content": (), "blob": blob})
-            batch = batch.put(call.model_copy(update={"outcome": small}))
-    return head.model_copy(update={"batch": batch}) if batch is not head.batch else head
+            small = call.outcome.but(content=(), blob=blob)
+            batch = batch.put(call.but(outcome=small))
+    return head.but(batch=batch) if batch is not head.batch else head
 
 
 async def spill_batch(store: SessionStore, head: Head, known: set[str]) -> Head:
@@ -59,7 +59,7 @@ async def spill_batch(store: SessionStore, head: Head, known: set[str]) -> Head:
     if head.batch is None:
         return head
     blob = await store.put_blob(head.session_id, head.batch.model_dump_json().encode(), known)
-    return head.model_copy(update={"batch": None, "batch_blob": blob})
+    return head.but(batch=None, batch_blob=blob)
 
 
 async def gathered(store: SessionStore, head: Head) -> Head:
@@ -73,18 +73,18 @@ async def gathered(store: SessionStore, head: Head) -> Head:
     for call in batch.calls if batch is not None else ():
         if batch is not None and call.arguments_blob is not None:
             arguments = json.loads(await store.get_blob(head.session_id, call.arguments_blob))
-            call = call.model_copy(update={"arguments": arguments, "arguments_blob": None})
+            call = call.but(arguments=arguments, arguments_blob=None)
             batch = batch.put(call)
         if batch is not None and call.outcome is not None and call.outcome.blob is not None:
             content = _CONTENT.validate_json(await store.get_blob(head.session_id, call.outcome.blob))
             whole = Outcome(content=content, is_error=call.outcome.is_error, counts=call.outcome.counts)
-            batch = batch.put(call.model_copy(update={"outcome": whole}))
-    return head.model_copy(update={"batch": batch, "batch_blob": None}) if batch is not head.batch else head
+            batch = batch.put(call.but(outcome=whole))
+    return head.but(batch=batch, batch_blob=None) if batch is not head.batch else head
 
 
 def _with_text(head: Head, text: str | None, blob: str | None) -> Head:
-    agent = head.state.agent.model_copy(update={"final_text": text})
-    return head.model_copy(update={"state": head.state.model_copy(update={"agent": agent}), "text_blob": blob})
+    agent = head.state.agent.but(final_text=text)
+    return head.but(state=head.state.but(agent=agent), text_blob=blob)
 
 
 async def fold(store: SessionStore, head: Head, name: str) -> Head:
@@ -93,7 +93,7 @@ async def fold(store: SessionStore, head: Head, name: str) -> Head:
     body = _REFS.dump_json(refs)
     await store.put_index(head.session_id, name, body)
     index = SegmentRef(name=name, count=sum(ref.count for ref in refs), size=len(body), hash=short_hash(body))
-    return head.model_copy(update={"index": index, "segments": ()})
+    return head.but(index=index, segments=())
 
 
 async def folded_refs(store: SessionStore, head: Head) -> tuple[SegmentRef, ...]:

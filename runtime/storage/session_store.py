@@ -87,14 +87,12 @@ class SessionStore:
             if found is None:
                 raise SessionNotFound(f"there is no session {sid!r}", session_id=sid)
             head, etag = found
-            taken = head.model_copy(
-                update={
-                    "epoch": head.epoch + 1,
-                    "owner": owner,
-                    "write_no": head.write_no + 1,
-                    "epoch_write_no": head.write_no + 1,
-                    "write_id": uuid.uuid4().hex,
-                }
+            taken = head.but(
+                epoch=head.epoch + 1,
+                owner=owner,
+                write_no=head.write_no + 1,
+                epoch_write_no=head.write_no + 1,
+                write_id=uuid.uuid4().hex,
             )
             try:
                 return taken, await self.save(sid, taken, etag)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import random
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,7 +21,9 @@ class FakeClock:
     def __init__(self, start: float = 1_700_000_000.0) -> None:
         self._now = 0.0
         self._start = start
-        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._alarms: list[tuple[float, int]] = []
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._count = 0
         self.slept: list[float] = []
 
     def time(self) -> float:
@@ -32,15 +35,24 @@ class FakeClock:
     async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (self._now + seconds, len(self.slept), woken))
-        await woken
+        forget = self.call_later(seconds, lambda: woken.set_result(None))
+        try:
+            await woken
+        finally:
+            forget()
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        self._count += 1
+        number = self._count
+        self._callbacks[number] = callback
+        heapq.heappush(self._alarms, (self._now + seconds, number))
+        return lambda: self._callbacks.pop(number, None) and None
 
     async def advance(self, seconds: float) -> None:
         """Moves on, waking who is due, each at its own time."""
         until = self._now + seconds
         await settle()
-        while self._sleepers and self._sleepers[0][0] <= until:
-            self._wake_next()
+        while self._wake_next(until):
             await settle()
         self._now = until
 
@@ -53,12 +65,13 @@ class FakeClock:
                 await asyncio.wait([task], timeout=0.01)  # something outside, such as a thread, is still at work
         return task.result()
 
-    def _wake_next(self) -> bool:
-        while self._sleepers:
-            due, _, woken = heapq.heappop(self._sleepers)
-            if not woken.done():
+    def _wake_next(self, until: float = math.inf) -> bool:
+        while self._alarms and self._alarms[0][0] <= until:
+            due, number = heapq.heappop(self._alarms)
+            callback = self._callbacks.pop(number, None)
+            if callback is not None:
                 self._now = max(self._now, due)
-                woken.set_result(None)
+                callback()
                 return True
         return False
 

@@ -180,7 +180,7 @@ async def check_transcript_store(factory: Factory[TranscriptStore]) -> None:
 
 def _head(sid: str, **fields: Any) -> Head:
     base = Head(session_id=sid, root=sid, agent="a", write_id=f"{sid}-0", state=Ready(agent=AgentState(session_id=sid)))
-    return base.model_copy(update=fields)
+    return base.but(**fields)
 
 
 _count = 0
@@ -190,7 +190,7 @@ def _next(head: Head) -> Head:
     """The head as its owner's next write."""
     global _count
     _count += 1
-    return head.model_copy(update={"write_no": head.write_no + 1, "write_id": f"next-{_count}"})
+    return head.but(write_no=head.write_no + 1, write_id=f"next-{_count}")
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ import inspect
 import json
 import types
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -91,7 +92,7 @@ def parse_problem(text: str) -> str:
 
 def validate(model: type[BaseModel], arguments: dict[str, Any]) -> BaseModel:
     """The arguments as the model's instance; raises BadArguments naming every field and what it expects."""
-    by_name = {info.alias or name: info for name, info in model.model_fields.items()}
+    by_name = _fields_by_name(model)
     unknown = sorted(set(arguments) - set(by_name)) if model.model_config.get("extra") != "allow" else []
     repaired = {
         key: _repair(value, by_name[key].annotation)
@@ -117,6 +118,11 @@ def validate(model: type[BaseModel], arguments: dict[str, Any]) -> BaseModel:
     if problems or instance is None:
         raise BadArguments("; ".join(problems))
     return instance
+
+
+@lru_cache(maxsize=1024)
+def _fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def _left_out(value: Any, field: FieldInfo) -> bool:

@@ -66,11 +66,9 @@ class Toolbox:
             return _refused(record, f"Not run, bad arguments: {problem}")
         if tool is None:
             parallel = self._agent.subagent(block.name).parallel
-            return record.model_copy(update={"spawns": True, "effect": "idempotent", "parallel": parallel})
+            return record.but(spawns=True, effect="idempotent", parallel=parallel)
         spec = tool.spec
-        return record.model_copy(
-            update={"effect": spec.effect, "runs_in": spec.runs_in, "may_interrupt": spec.may_interrupt}
-        )
+        return record.but(effect=spec.effect, runs_in=spec.runs_in, may_interrupt=spec.may_interrupt)
 
     def _spawn_schema(self, name: str) -> ToolSchema:
         child = self._agent.subagent(name)
@@ -88,4 +86,4 @@ def spawn_output(child_id: str, status: str, text: str | None, detail: str | Non
 
 
 def _refused(record: CallRecord, text: str) -> CallRecord:
-    return record.model_copy(update={"outcome": Outcome.error(text, counts=True)})
+    return record.but(outcome=Outcome.error(text, counts=True))

@@ -155,7 +155,7 @@ async def test_a_crash_at_any_request_repeats_no_effect(
     schedules = 0
     while await crash_at(schedules + 1, after=after, durability=durability):
         schedules += 1
-    assert schedules > 55
+    assert schedules > 45
 
 
 def always_runs(call: CallRecord, incarnation: str | None) -> Recovery:

@@ -195,7 +195,7 @@ async def test_a_deletion_between_any_two_requests_of_a_run_leaves_nothing(home:
         if reached:
             await nothing_is_left(objects)
         at += 1
-    assert at > (25 if verb == "run" else 5)
+    assert at > (20 if verb == "run" else 5)
 
 
 async def test_a_deletion_meets_other_deletions_and_a_garbage_collection(home: Path) -> None:
@@ -234,4 +234,4 @@ async def test_a_garbage_collection_between_any_two_requests_takes_nothing_that_
             assert len(messages) == 14
             strict_history(messages)
         at += 1
-    assert at > 20
+    assert at > 15
