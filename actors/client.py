@@ -33,10 +33,10 @@ from greenroom.runtime.errors import ConfigError, UsageError
 from greenroom.runtime.events import Event
 from greenroom.runtime.facade import RuntimeFacade
 from greenroom.runtime.host import Host
-from greenroom.runtime.ids import check_root_id, root_of
+from greenroom.runtime.ids import root_of
 from greenroom.runtime.ports import Children, TreeSandbox
 from greenroom.runtime.results import RunResult, SessionInfo, Transcript
-from greenroom.runtime.session import SessionDriver
+from greenroom.runtime.session import TERMINATED, SessionDriver
 from greenroom.runtime.sessions import create_root, read_head, read_transcript
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import State
@@ -95,13 +95,17 @@ class RayRuntime(RuntimeFacade["RaySession"]):
     # -- sessions
 
     async def create_session(
-        self, agent: AgentConfig, session_id: str | None = None, user_id: str | None = None
+        self,
+        agent: AgentConfig,
+        session_id: str | None = None,
+        user_id: str | None = None,
+        *,
+        request_id: str | None = None,
     ) -> RaySession:
-        """A new session, Ready and empty; raises SessionExists."""
+        """A new session, Ready and empty; raises SessionExists, unless this very request made it."""
         self.supervisor()
-        sid = check_root_id(session_id) if session_id is not None else self._host.ids.new_id()
         await self._send_agent(agent)
-        await create_root(self._host, agent, sid, user_id)
+        sid = await create_root(self._host, agent, session_id, user_id, request_id)
         return RaySession(self, sid, None)
 
     async def open(self, session_id: str, agent: AgentConfig | None = None) -> RaySession:
@@ -280,12 +284,34 @@ class RaySession(BlockingSession):
         self, reason: str = "", timeout: float = 10.0, *, request_id: str | None = None
     ) -> RunResult | None:
         """Parks the run and everything below it as Interrupted; None when nothing is in flight."""
+        store = self._runtime.driver(self.id)
+        if request_id is not None:  # the store knows whether it was answered before
+            answered = await store.answered_cancel(request_id)
+            if answered is not None:
+                return answered
         outcome = await self._runtime.supervisor().cancel(self.id, reason, timeout)
         if outcome is None:
-            return await self._runtime.driver(self.id).cancel(reason, timeout, request_id=request_id)
-        return outcome.unwrap()
+            return await store.cancel(reason, timeout, request_id=request_id)
+        result = outcome.unwrap()
+        if request_id is not None and result is not None:
+            await store.keep_cancel(request_id, result)
+        return result
 
-    async def delete(self) -> None:
+    async def terminate(self, *, request_id: str | None = None) -> None:
+        """Ends what runs at once, with everything below it and in a root's sandbox; parked as Interrupted."""
+        supervisor = self._runtime.supervisor()
+        if await supervisor.terminate(self.id, TERMINATED) is None:
+            await self._runtime.driver(self.id).cancel(TERMINATED, None, hard=True)
+        if root_of(self.id) == self.id:
+            await supervisor.close_sandbox(self.id)
+
+    async def release_claim(self, expected_epoch: int, *, request_id: str | None = None) -> None:
+        """On Ray there is nothing to release: the Supervisor takes over from an owner that died."""
+        raise UsageError(
+            "on Ray the Supervisor takes over from a dead owner by itself", hint="`resume` joins, or takes over"
+        )
+
+    async def delete(self, *, request_id: str | None = None) -> None:
         """Deletes the session and everything below it: what runs is ended, a managed workspace removed. Repeatable."""
         await self._runtime.supervisor().cancel(self.id, "deleted", None)
         await self._runtime.driver(self.id).delete()

@@ -94,6 +94,10 @@ class SupervisorClient:
         """None when the Supervisor knows of no run of the session."""
         return cast("Outcome | None", await ask(self._handle.cancel.remote(session_id, reason, timeout), timeout=None))
 
+    async def terminate(self, session_id: str, reason: str) -> Outcome | None:
+        """As cancel, but an actor that does not park in time is killed."""
+        return cast("Outcome | None", await ask(self._handle.terminate.remote(session_id, reason), timeout=None))
+
     async def locate(self, key: CommandKey) -> SessionActorClient | None:
         """The actor that runs the command, once it is placed; None if that takes longer than a moment."""
         handle = await ask(self._handle.locate.remote(key))

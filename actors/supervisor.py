@@ -33,6 +33,9 @@ KEPT_AGENTS = 1024
 MAX_RECOVERIES = 3
 """Actors that one command may lose before it is given up: it is then what kills them."""
 
+TERMINATE_WAIT = 5.0
+"""Seconds an actor has to park a terminated session before it is killed."""
+
 LOCATE_WAIT = 1.0
 """Seconds that a look for a command's actor waits for it to be placed."""
 
@@ -170,6 +173,16 @@ class SupervisorHost:
             if isinstance(outcome.error, SessionBusy):
                 return outcome
             break
+        return await asyncio.shield(live.outcome)
+
+    async def terminate(self, session_id: str, reason: str) -> Outcome | None:
+        """As cancel; an actor that has not parked the session in time is killed, and its successor parks it."""
+        outcome = await self.cancel(session_id, reason, TERMINATE_WAIT)
+        live = self._live.get(session_id)
+        if outcome is None or live is None or not isinstance(outcome.error, SessionBusy):
+            return outcome
+        if live.actor is not None:
+            ray.kill(live.actor.handle)
         return await asyncio.shield(live.outcome)
 
     # -- sandboxes

@@ -66,9 +66,7 @@ class Activation:
     async def load(self, head: Head, etag: str) -> Record:
         return await Record.load(self._host.storage, self._host.ids, head, etag)
 
-    async def begin(
-        self, plan: Plan, head: Head, etag: str, claim: Claim, agent: AgentConfig | None
-    ) -> Begun | None:
+    async def begin(self, plan: Plan, head: Head, etag: str, claim: Claim, agent: AgentConfig | None) -> Begun | None:
         """Acquires the session and makes the plan's change durable; None when somebody else was faster.
 
         agent: used from now on instead of the stored one.

@@ -113,6 +113,7 @@ class _Packer:
             "sandbox": None if agent.sandbox_spec is None else agent.sandbox_spec.model_dump(mode="json"),
             "limits": agent.limits.model_dump(mode="json"),
             "durability": agent.durability,
+            "policy": None if agent.policy is None else self._part(agent.policy, f"{agent.name}/policy"),
             "code": self.modules,
         }
         self.modules = outer
@@ -201,6 +202,7 @@ class _Unpacker:
             sandbox=None if spec is None else SandboxSpec.model_validate(spec),
             limits=Limits.model_validate(document["limits"]),
             durability=document["durability"],
+            policy=None if document.get("policy") is None else self._part(document["policy"]),
         )
         # Packed again, here or in another process, it is the same agent under the same digest.
         object.__setattr__(agent, "_packet", dataclasses.replace(self._packet, digest=digest))

@@ -95,6 +95,8 @@ class BatchRun:
             if any(call.started is not None for call in self._batch.open_calls):
                 await self._settle_lost()
             for call in self._batch.open_calls:
+                if call.verdict == "ask":
+                    return await self._cancelled(None) if self._ports.cancel.cancelled else Asked(call.key)
                 if call.may_interrupt:
                     end = await self._run_group((call,))
                     if end is not None:

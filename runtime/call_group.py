@@ -19,6 +19,9 @@ from greenroom.runtime.ports import Clock
 CANCEL_GRACE = 5.0
 """Seconds a cancelled tool gets to clean up before the run goes on without it."""
 
+HARD_GRACE = 0.1
+"""Seconds it gets when the run is terminated."""
+
 T = TypeVar("T")
 
 
@@ -79,7 +82,7 @@ class CallGroup(Generic[T]):
         for task in running:
             task.cancel()
         if running:
-            await asyncio.wait(running, timeout=CANCEL_GRACE)
+            await asyncio.wait(running, timeout=HARD_GRACE if self._cancel.hard else CANCEL_GRACE)
 
     def ended(self) -> list[tuple[str, T | Early]]:
         """What became of the calls that are over, in the order they were started; raises what one of them raised."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.messages import ContentBlock, Message, TextBlock, Value
 
 if TYPE_CHECKING:
@@ -40,6 +41,28 @@ class ModelRequest:
     tools: tuple[ToolSchema, ...] = ()
     temperature: float | None = None
     max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProposedCall:
+    """A call as a policy sees it: final, with a value for every argument that the model gave."""
+
+    key: str
+    tool: str
+    arguments: dict[str, Any]
+    effect: Effect
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a policy says of a call: it may run, may not, or someone is asked; `reason` is told to whom it concerns."""
+
+    decision: Literal["allow", "deny", "ask"]
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.decision not in ("allow", "deny", "ask"):
+            raise ConfigError(f"a verdict is allow, deny or ask, not {self.decision!r}")
 
 
 class ToolOutput(Value):

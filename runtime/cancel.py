@@ -23,6 +23,7 @@ class CancelToken:
         parent: CancelToken | None = None,
     ) -> None:
         self._cancelled = False
+        self._hard = False
         self._reason = ""
         self._monotonic = monotonic
         self._deadline = None if timeout is None else monotonic() + timeout
@@ -36,11 +37,14 @@ class CancelToken:
             if parent._deadline is not None:
                 self._deadline = parent._deadline if self._deadline is None else min(self._deadline, parent._deadline)
             if parent.cancelled:
-                self.cancel(parent.reason)
+                self.cancel(parent.reason, hard=parent.hard)
 
-    def cancel(self, reason: str = "") -> None:
-        """Cancels this token and its children; a second call changes nothing."""
+    def cancel(self, reason: str = "", *, hard: bool = False) -> None:
+        """Cancels this token and its children; a second call only makes it hard: no time to clean up."""
+        self._hard = self._hard or hard
         if self._cancelled:
+            for child in list(self._children or ()) if hard else ():
+                child.cancel(reason, hard=True)
             return
         self._reason = reason
         self._cancelled = True
@@ -48,11 +52,16 @@ class CancelToken:
         for callback in callbacks.values():
             callback()
         for child in list(self._children or ()):
-            child.cancel(reason)
+            child.cancel(reason, hard=hard)
 
     @property
     def cancelled(self) -> bool:
         return self._cancelled
+
+    @property
+    def hard(self) -> bool:
+        """Whether what is cancelled gets no time to clean up."""
+        return self._hard
 
     @property
     def reason(self) -> str:

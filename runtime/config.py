@@ -19,12 +19,12 @@ from pydantic import ValidationError
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.limits import Limits
-from greenroom.runtime.ports import LlmProvider
+from greenroom.runtime.ports import LlmProvider, ToolPolicy
 from greenroom.runtime.providers import provider_from_string
 from greenroom.runtime.tools.registry import Tool, ToolRegistry
 
 SANDBOX_KINDS = ("host", "bubblewrap")
-NOT_YET = ("fallbacks", "skills", "middleware", "policy", "compactor")
+NOT_YET = ("fallbacks", "skills", "middleware", "compactor")
 """Fields of the API that this version refuses instead of ignoring."""
 
 
@@ -63,7 +63,7 @@ class AgentConfig:
     fallbacks: Iterable[Any] = ()
     skills: Iterable[Any] = ()
     middleware: Iterable[Any] = ()
-    policy: Any = None
+    policy: ToolPolicy | None = None
     compactor: Any = None
 
     def __post_init__(self) -> None:
@@ -72,13 +72,15 @@ class AgentConfig:
         for name in NOT_YET:
             if getattr(self, name):
                 raise ConfigError(f"agent {self.name!r}: {name} is not available in this version", hint="Leave it out")
-            object.__setattr__(self, name, () if name not in ("policy", "compactor") else None)
+            object.__setattr__(self, name, () if name != "compactor" else None)
         if self.durability not in ("effects", "step"):
             raise ConfigError(f"agent {self.name!r}: durability is {self.durability!r}", hint="effects or step")
         if self.capture_content != "none":
             raise ConfigError(f"agent {self.name!r}: only capture_content='none' is available in this version")
         if not isinstance(self.limits, Limits):
             raise ConfigError(f"agent {self.name!r}: limits is no Limits(...)")
+        if self.policy is not None and not hasattr(self.policy, "judge"):
+            raise ConfigError(f"agent {self.name!r}: the policy {self.policy!r} has no `judge`", hint="See ToolPolicy")
         self._set("provider", self._checked_provider())
         self._set("tools", ToolRegistry(self.tools))
         self._set("sandbox", self._checked_sandbox())

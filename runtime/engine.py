@@ -23,12 +23,12 @@ from greenroom.runtime.errors import ConfigError, UsageError
 from greenroom.runtime.events import Event, follow_run
 from greenroom.runtime.facade import RuntimeFacade
 from greenroom.runtime.host import Host
-from greenroom.runtime.ids import check_root_id, root_of
+from greenroom.runtime.ids import root_of
 from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.ports import Children, Clock, IdSource, LlmProvider, SandboxFactory
 from greenroom.runtime.providers.optional import close as close_provider
 from greenroom.runtime.results import RunResult, SessionInfo, Transcript
-from greenroom.runtime.session import SessionDriver
+from greenroom.runtime.session import TERMINATED, SessionDriver
 from greenroom.runtime.sessions import create_root, read_head, read_transcript
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import State
@@ -82,12 +82,16 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
     # -- sessions
 
     async def create_session(
-        self, agent: AgentConfig, session_id: str | None = None, user_id: str | None = None
+        self,
+        agent: AgentConfig,
+        session_id: str | None = None,
+        user_id: str | None = None,
+        *,
+        request_id: str | None = None,
     ) -> EmbeddedSession:
-        """A new session, Ready and empty; raises SessionExists."""
+        """A new session, Ready and empty; raises SessionExists, unless this very request made it."""
         self.check_open()
-        sid = check_root_id(session_id) if session_id is not None else self._host.ids.new_id()
-        await create_root(self._host, agent, sid, user_id)
+        sid = await create_root(self._host, agent, session_id, user_id, request_id)
         return EmbeddedSession(self, self._driver(sid, agent))
 
     async def open(self, session_id: str, agent: AgentConfig | None = None) -> EmbeddedSession:
@@ -144,6 +148,17 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
     def handle(self, session_id: str) -> EmbeddedSession:
         """A session's handle for verbs that need no agent; nothing is looked up before the first one."""
         return EmbeddedSession(self, self._driver(session_id, None))
+
+    async def terminate(self, driver: SessionDriver) -> None:
+        """Parks the driver's session at once, and ends everything that runs in a root's sandbox."""
+        sid = driver.session_id
+        is_root = root_of(sid) == sid
+        for other in list(self._drivers.values()) if is_root else ():
+            if root_of(other.session_id) == sid:
+                other.tell_cancelled(TERMINATED, hard=True)
+        await driver.cancel(TERMINATED, None, hard=True)
+        if is_root:
+            await self._trees.close_one(sid)
 
     async def delete(self, driver: SessionDriver) -> None:
         """Deletes the driver's session with its tree, and a root's sandbox and managed workspace."""
@@ -239,7 +254,20 @@ class EmbeddedSession(BlockingSession):
         """Parks the run and everything below it as Interrupted; None when nothing is in flight."""
         return await self._driver.cancel(reason, timeout, request_id=request_id)
 
-    async def delete(self) -> None:
+    async def terminate(self, *, request_id: str | None = None) -> None:
+        """Ends what runs at once, with everything below it and in a root's sandbox; parked as Interrupted."""
+        self._engine.check_open()
+        await self._engine.terminate(self._driver)
+
+    async def release_claim(self, expected_epoch: int, *, request_id: str | None = None) -> None:
+        """After a crash between an answer's acceptance and its run's end: fences the dead owner off, `resume` goes on.
+
+        expected_epoch: as `status` tells it; Conflict when the session has moved on since.
+        """
+        self._engine.check_open()
+        await self._driver.release_claim(expected_epoch)
+
+    async def delete(self, *, request_id: str | None = None) -> None:
         """Deletes the session and everything below it: what runs is ended, a managed workspace removed. Repeatable."""
         self._engine.check_open()
         await self._engine.delete(self._driver)
@@ -258,5 +286,5 @@ class EmbeddedSession(BlockingSession):
             async for event in buffer.follow(position):
                 yield event
         else:
-            for event in buffer.read(position)[0]:
+            for event in buffer.page(position)[0]:
                 yield event

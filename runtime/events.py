@@ -90,13 +90,17 @@ class EventBuffer:
         return list(self._events)[start - self._first :], self.end, missed
 
     def position_after(self, cursor: str | None) -> int:
-        """Where a reader that has seen `cursor` goes on; 0 for None."""
+        """Where a reader that has seen `cursor` goes on; 0 for None. What it missed by then, `read` tells."""
         if cursor is None:
             return 0
         seen = parse_cursor(cursor)
         for offset, event in enumerate(self._events):
-            if parse_cursor(event.id) > seen:
+            at = parse_cursor(event.id)
+            if at <= seen:
+                continue
+            if offset or at == (seen[0], seen[1] + 1):
                 return self._first + offset
+            return max(0, self._first - (at[1] - seen[1] - 1 if at[0] == seen[0] else self._first))
         return self.end
 
     async def wait(self, position: int) -> None:
@@ -110,16 +114,20 @@ class EventBuffer:
         finally:
             self._wakers.discard(waker)
 
+    def page(self, position: int) -> tuple[list[Event], int]:
+        """As `read`, with a gap event where some were dropped."""
+        events, following, missed = self.read(position)
+        if missed and events:
+            first = events[0]
+            events.insert(0, Event(first.id, "gap", first.session_id, first.time, {"missed": missed}))
+        return events, following
+
     async def follow(self, position: int = 0) -> AsyncIterator[Event]:
         """Every event from `position` on, for ever; a gap event where some were dropped."""
         while True:
-            events, following, missed = self.read(position)
-            if missed and events:
-                first = events[0]
-                yield Event(first.id, "gap", first.session_id, first.time, {"missed": missed})
+            events, position = self.page(position)
             for event in events:
                 yield event
-            position = following
             await self.wait(position)
 
 

@@ -27,6 +27,8 @@ NOT_RUN_REPLY_CUT = "Not run: the reply that asked for this call was cut off, so
 CUT_REPLY_NOTE = (
     "The run was stopped while you were answering, so your last message above is incomplete. It now continues."
 )
+DENIED_BY_POLICY = "Denied by the policy of this session. It did not run."
+DENIED = "Denied: it was not approved. It did not run."
 NOT_RUN_SANDBOX_LOST = "The sandbox was lost before this call had started. It did not run."
 NOT_RUN_RUN_FAILED = "Not run, or its result is lost: the run ended first. Reason: {reason}"
 
@@ -65,7 +67,8 @@ class CallRecord(Value):
     """One call of a batch, final: what will run is what stands here, whatever a recovering owner's model says.
 
     key: minted once, `{sid}/{epoch}/{step}/{index}`; call_id: the provider's own id, for its history alone;
-    runs_in: whether a sandbox keeps the outcome by key; question: what an interrupting call asks, once it has run;
+    runs_in: whether a sandbox keeps the outcome by key; verdict: what the policy said, and "allow" once someone has;
+    question: what an interrupting call asks, once it has run, or the policy about it;
     size: bytes of the arguments; arguments_blob: in a stored head, where large arguments lie instead.
     """
 
@@ -81,6 +84,7 @@ class CallRecord(Value):
     parallel: bool = False
     size: int = 0
     arguments_blob: str | None = None
+    verdict: Literal["allow", "deny", "ask"] = "allow"
     started: Mark | None = None
     outcome: Outcome | None = None
     question: Interrupt | None = None
@@ -91,9 +95,10 @@ class CallRecord(Value):
 
 
 class Batch(Value):
-    """The calls of step `step`, in the order the model asked for them."""
+    """The calls of step `step`, in the order the model asked for them; `judged`: the policy has seen them."""
 
     step: int
+    judged: bool = False
     calls: tuple[CallRecord, ...]
 
     def call(self, key: str) -> CallRecord:

@@ -16,7 +16,6 @@ from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.emitter import Emitter
-from greenroom.runtime.errors import ProviderError
 from greenroom.runtime.journal import (
     CUT_REPLY_NOTE,
     NOT_RUN_REPLY_CUT,
@@ -28,6 +27,7 @@ from greenroom.runtime.journal import (
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.machine import (
     BackOff,
+    Broke,
     CallModel,
     CancelSeen,
     Effect,
@@ -39,7 +39,8 @@ from greenroom.runtime.machine import (
     Stop,
 )
 from greenroom.runtime.messages import Message, TextBlock, Usage
-from greenroom.runtime.model_call import Cut, call_model
+from greenroom.runtime.model_call import Broken, Cut, call_model
+from greenroom.runtime.policy import BrokenPolicy, judged
 from greenroom.runtime.ports import Children, Clock, IdSource, TreeSandboxes
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind
@@ -113,11 +114,11 @@ class Loop:
         match reply:
             case Cut(text=text):
                 return await self._cancel_seen(text, called=True)
-            case ProviderError() as error:
+            case Broken(error=error, text=text):
                 if error.emitted:
                     ports.emitter.emit("reset", durable_write_no=self._record.head.write_no)
-                kind = FailureKind(error.kind)
-                return ModelFailed(Failure(kind=kind, message=str(error), retryable=error.retryable), error.retry_after)
+                failure = Failure(kind=FailureKind(error.kind), message=str(error), retryable=error.retryable)
+                return ModelFailed(failure, error.retry_after, text or None)
             case message:
                 return self._model_replied(message)
 
@@ -145,7 +146,12 @@ class Loop:
         return await self._cancel_seen() if ports.cancel.cancelled else None
 
     async def _run_batch(self) -> Event:
-        ports = self._ports
+        ports, head = self._ports, self._record.head
+        assert head.batch is not None, "a batch runs only while one is open"
+        try:
+            self._record.update(batch=await judged(head.batch, self._agent.policy, head.session_id))
+        except BrokenPolicy as error:
+            return Broke(Failure(kind=FailureKind.middleware, message=str(error), retryable=False))
         batch_ports = BatchPorts(
             self._toolbox, ports.sandboxes, ports.children, ports.emitter, ports.clock, ports.cancel
         )

@@ -52,8 +52,11 @@ class ModelReplied:
 
 @dataclass(frozen=True, slots=True)
 class ModelFailed:
+    """`text`: what the try had said; kept as the run's last word when it is the last try, dropped otherwise."""
+
     failure: Failure
     retry_after: float | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,7 @@ def _model_failed(state: State, event: ModelFailed, limits: Limits) -> Step:
     failures = state.agent.consecutive_failures + 1
     agent = state.agent.but(call_no=state.agent.call_no + 1, consecutive_failures=failures)
     if not event.failure.retryable or failures >= limits.max_consecutive_fail:
+        agent = agent.but(final_text=event.text or agent.final_text)
         return Fail(agent=agent, failure=event.failure), (Stop(),)
     return Reasoning(agent=agent), (BackOff(failures, event.failure, event.retry_after), CallModel())
 

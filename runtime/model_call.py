@@ -22,13 +22,22 @@ class Cut:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The call failed after it had said `text`."""
+
+    error: ProviderError
+    text: str
+
+
 async def call_model(
     provider: LlmProvider, request: ModelRequest, cancel: CancelToken, emitter: Emitter
-) -> Message | ProviderError | Cut:
-    """The whole message, the error, or what a cancelled stream had said so far. Never raises for a model's failure."""
+) -> Message | Broken | Cut:
+    """The whole message, or how far a failed or a cancelled stream had come. Never raises for a model's failure."""
     said: list[str] = []
     async with cut_off_by(cancel):
-        return await _consume(provider, request, cancel, emitter, said)
+        reply = await _consume(provider, request, cancel, emitter, said)
+        return reply if isinstance(reply, Message) else Broken(reply, "".join(said))
     return Cut("".join(said))
 
 

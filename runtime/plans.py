@@ -16,7 +16,7 @@ from greenroom.runtime.workspace import resolved_spec
 
 def apply_plan(record: Record, plan: Plan, limits: Limits) -> tuple[Effect, ...]:
     """The plan's change in memory: the answer into the journal, the message into the transcript, the state moved."""
-    if plan.answer is not None:
+    if plan.answer is not None or plan.approved:
         _consume(record, plan.answer)
     effects: tuple[Effect, ...] = ()
     for event in plan.events:
@@ -27,12 +27,13 @@ def apply_plan(record: Record, plan: Plan, limits: Limits) -> tuple[Effect, ...]
     return effects
 
 
-def _consume(record: Record, answer: Outcome) -> None:
-    """The open question has its answer; that counts as a revision of its own."""
+def _consume(record: Record, answer: Outcome | None) -> None:
+    """The open question has its answer, None: the call may run; that counts as a revision of its own."""
     state, batch = record.head.state, record.head.batch
     assert isinstance(state, WaitingForUser), "only a waiting session is answered"
     assert batch is not None, "a waiting session has an open batch"
-    answered = batch.call(state.interrupt_id).but(outcome=answer)
+    call = batch.call(state.interrupt_id)
+    answered = call.but(verdict="allow", question=None) if answer is None else call.but(outcome=answer)
     record.update(batch=batch.put(answered), revision=record.head.revision + 1)
 
 

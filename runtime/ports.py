@@ -6,10 +6,10 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from greenroom.runtime.calls import CallRef, ExecResult, ModelRequest, SandboxSpec
+from greenroom.runtime.calls import CallRef, ExecResult, ModelRequest, ProposedCall, SandboxSpec, Verdict
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.events import Event
 from greenroom.runtime.messages import Delta, Message
@@ -205,6 +205,17 @@ class ChildHost(Protocol):
 
     def children_of(self, parent: Head, agent: AgentConfig | None) -> Children:
         """`agent`: whose sub-agents may be started; without one, children can be waited for and cancelled."""
+        ...
+
+
+class ToolPolicy(Protocol):
+    """Decides which calls may run."""
+
+    async def judge(self, session_id: str, calls: tuple[ProposedCall, ...]) -> Sequence[Verdict]:
+        """One verdict per call, in order. Asked once for a whole batch, before any of it runs.
+
+        What it raises ends the run as Fail(middleware): nothing of the batch runs.
+        """
         ...
 
 

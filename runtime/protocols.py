@@ -36,7 +36,11 @@ class Session(Protocol):
         self, reason: str = "", timeout: float = 10.0, *, request_id: str | None = None
     ) -> RunResult | None: ...
 
-    async def delete(self) -> None: ...
+    async def terminate(self, *, request_id: str | None = None) -> None: ...
+
+    async def release_claim(self, expected_epoch: int, *, request_id: str | None = None) -> None: ...
+
+    async def delete(self, *, request_id: str | None = None) -> None: ...
 
     async def status(self) -> SessionInfo: ...
 
@@ -47,7 +51,12 @@ class Session(Protocol):
 
 class Runtime(Protocol):
     async def create_session(
-        self, agent: AgentConfig, session_id: str | None = None, user_id: str | None = None
+        self,
+        agent: AgentConfig,
+        session_id: str | None = None,
+        user_id: str | None = None,
+        *,
+        request_id: str | None = None,
     ) -> Session: ...
 
     async def open(self, session_id: str, agent: AgentConfig | None = None) -> Session: ...

@@ -15,7 +15,7 @@ from typing import Any
 
 from greenroom.runtime.messages import Message, Value
 from greenroom.runtime.ports import IdSource
-from greenroom.runtime.storage.head import CancelMark, Head, Receipt, Segment
+from greenroom.runtime.storage.head import CancelMark, Claim, Head, Receipt, Segment
 from greenroom.runtime.storage.storage import Storage
 
 ROLL_BYTES = 16 * 1024
@@ -63,6 +63,11 @@ class Record:
         """Changes the head in memory."""
         self.head = self.head.but(**fields)
 
+    def own(self, owner: str | None, now: float) -> None:
+        """A new epoch under this owner, or under none, from the next write on."""
+        head = self.head
+        self.update(epoch=head.epoch + 1, epoch_write_no=head.write_no + 1, owner=owner, since=now)
+
     def append(self, message: Message) -> None:
         self.messages.append(message)
         self._inline_bytes += _size(message)
@@ -91,9 +96,12 @@ class Record:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    async def receipts_with(self, answer: Value) -> tuple[Receipt, ...]:
-        """The receipts with one for this answer, if its request was named by its caller. Changes nothing."""
-        claim = self.head.claim
+    async def receipts_with(self, answer: Value, claim: Claim | None = None) -> tuple[Receipt, ...]:
+        """The receipts with one for this answer, if its request was named by its caller. Changes nothing.
+
+        claim: the request, the one that the run answers unless given.
+        """
+        claim = claim or self.head.claim
         if claim is None or not claim.given:
             return self.head.receipts
         blob = await self._storage.put_blob(self.head.session_id, answer.model_dump_json().encode(), self._blobs)
@@ -170,6 +178,7 @@ def _estimate(head: Head, inline_bytes: int) -> int:
     rough = inline_bytes + 100 * len(head.segments) + 300 * len(head.receipts) + 16 * len(head.spawned) + 4096
     if head.batch is not None:
         rough += sum(1600 + (call.size if call.arguments_blob is None else 0) for call in head.batch.calls)
+        rough += sum(len(call.question.model_dump_json()) for call in head.batch.calls if call.question is not None)
     return rough if rough <= HEAD_BYTES else len(head.encode())
 
 

@@ -65,11 +65,20 @@ class Failure(Value):
     retryable: bool
 
 
+class PendingCall(Value):
+    """A tool call without a result; `started`: whether it may have begun."""
+
+    key: str
+    name: str
+    started: bool
+
+
 class RunResult(Value):
     """How a run ended.
 
     text: the last text the assistant said in the run, also a partial one; usage, steps: of this run (kept over resume
-    and answer); interrupt: what a suspended run waits for; background_tasks: ids of jobs that go on.
+    and answer); interrupt: what a suspended run waits for; background_tasks: ids of jobs that go on; pending_calls:
+    calls without a result, of a run that waits or was broken off by a store.
     """
 
     session_id: str
@@ -81,6 +90,7 @@ class RunResult(Value):
     interrupt: Interrupt | None = None
     failure: Failure | None = None
     background_tasks: tuple[str, ...] = ()
+    pending_calls: tuple[PendingCall, ...] = ()
 
 
 class SessionInfo(Value):

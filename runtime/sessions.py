@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 
 from greenroom.runtime.config import AgentConfig
-from greenroom.runtime.errors import SessionNotFound
+from greenroom.runtime.errors import SessionExists, SessionNotFound
 from greenroom.runtime.host import Host
+from greenroom.runtime.ids import check_request_id, check_root_id
 from greenroom.runtime.results import SessionInfo, Transcript
 from greenroom.runtime.state import AgentState, Ready
 from greenroom.runtime.storage.head import Head, SandboxRef
@@ -15,12 +17,21 @@ from greenroom.runtime.view import info_of
 from greenroom.runtime.workspace import resolved_spec
 
 
-async def create_root(host: Host, agent: AgentConfig, session_id: str, user_id: str | None) -> None:
-    """Raises SessionExists."""
+async def create_root(
+    host: Host, agent: AgentConfig, session_id: str | None, user_id: str | None, request_id: str | None = None
+) -> str:
+    """The id of the new session; raises SessionExists, unless this very request has made it."""
+    if session_id is not None:
+        session_id = check_root_id(session_id)
+    elif request_id is not None:  # asked again it is the same id
+        session_id = hashlib.sha256(check_request_id(request_id).encode()).hexdigest()[:32]
+    else:
+        session_id = host.ids.new_id()
     spec = agent.sandbox_spec
     head = Head(
         session_id=session_id,
         root=session_id,
+        created_by=request_id,
         user_id=user_id,
         agent=await host.shelf.put(agent),
         since=host.clock.time(),
@@ -28,7 +39,13 @@ async def create_root(host: Host, agent: AgentConfig, session_id: str, user_id: 
         sandbox=None if spec is None else SandboxRef(spec=resolved_spec(spec, session_id)),
         state=Ready(agent=AgentState(session_id=session_id)),
     )
-    await host.storage.checkpoints.create(session_id, head)
+    try:
+        await host.storage.checkpoints.create(session_id, head)
+    except SessionExists:
+        found = await host.storage.checkpoints.read(session_id)
+        if request_id is None or found is None or found[0].created_by != request_id:
+            raise
+    return session_id
 
 
 async def read_head(storage: Storage, session_id: str) -> Head:

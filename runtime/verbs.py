@@ -13,6 +13,7 @@ from greenroom.runtime.calls import Interrupt, ToolOutput, compact_json
 from greenroom.runtime.errors import (
     ClaimHeld,
     ConfigError,
+    Conflict,
     InterruptPending,
     RequestConflict,
     RunFailed,
@@ -23,6 +24,7 @@ from greenroom.runtime.errors import (
 from greenroom.runtime.journal import Outcome
 from greenroom.runtime.machine import Answered, Event, Resumed, RunStarted, UserSaid
 from greenroom.runtime.messages import Message
+from greenroom.runtime.policy import ruling_of
 from greenroom.runtime.results import RunResult, RunStatus
 from greenroom.runtime.state import Interrupted, Ready, WaitingForUser, in_flight
 from greenroom.runtime.storage.head import Claim, Head, Receipt
@@ -36,12 +38,14 @@ FOLLOWUP = "followup_question"
 class Plan:
     """What a verb begins: these events in turn, this message before the last of them.
 
-    answer: the outcome of the waiting call; take_over: another owner has to be fenced off first.
+    answer: the outcome of the waiting call; approved: that call may run; take_over: another owner has to be fenced off
+    first.
     """
 
     events: tuple[Event, ...]
     message: Message | None = None
     answer: Outcome | None = None
+    approved: bool = False
     take_over: bool = False
 
 
@@ -88,7 +92,7 @@ def judge_answer(head: Head, interrupt_id: str, response: Any) -> Judgement:
         raise ClaimHeld(
             f"session {head.session_id!r} is being run by {head.owner} since it got its answer",
             session_id=head.session_id,
-            hint="Wait for that run; if its owner died, resume the session",
+            hint=f"Wait for that run; if its owner died: release_claim({head.epoch}), or `resume` the session",
         )
     question = open_interrupt(head)
     if question is None or question.id != interrupt_id:
@@ -97,7 +101,21 @@ def judge_answer(head: Head, interrupt_id: str, response: Any) -> Judgement:
             f"session {head.session_id!r} has no open question {interrupt_id!r}; {open_now}",
             session_id=head.session_id,
         )
+    assert head.batch is not None, "a question is asked by a call of the open batch"
+    if head.batch.call(interrupt_id).verdict == "ask":
+        ruling = ruling_of(response)
+        return Plan((Answered(),), answer=ruling.outcome, approved=ruling.outcome is None)
     return Plan((Answered(),), answer=_response_outcome(question, response))
+
+
+def judge_release(head: Head, expected_epoch: int) -> bool:
+    """Whether there is a claim to let go of; raises Conflict when the session has moved on since it was looked at."""
+    if head.epoch != expected_epoch:
+        raise Conflict(
+            f"session {head.session_id!r} is at epoch {head.epoch}, not at {expected_epoch}",
+            hint="Look at its status again: somebody has taken it over",
+        )
+    return head.owner is not None
 
 
 def may_park(head: Head) -> bool:
@@ -119,15 +137,22 @@ def receipt_for(head: Head, claim: Claim) -> Receipt | None:
     return receipt
 
 
-def replay(head: Head, claim: Claim) -> RunResult | None:
-    """The result of a request that this session has answered last; raises RequestConflict, ClaimHeld or RunFailed."""
+def replay(head: Head, claim: Claim) -> Judgement:
+    """What is left to do of the request that this session took last: nothing but its result, or to go on with it.
+
+    None for another request. Raises RequestConflict, ClaimHeld or RunFailed.
+    """
     if head.claim is None or head.claim.request_id != claim.request_id:
         return None
     if head.claim.digest != claim.digest:
         raise _other_content(head, claim)
     if head.owner is not None:
-        raise ClaimHeld(f"request {claim.request_id!r} is being worked on", session_id=head.session_id)
-    return checked(result_of(head))
+        raise ClaimHeld(
+            f"request {claim.request_id!r} is being worked on by {head.owner}",
+            session_id=head.session_id,
+            hint=f"If that process died: release_claim({head.epoch}), or `resume` the session",
+        )
+    return Plan((Resumed(),)) if in_flight(head.state) else checked(result_of(head))
 
 
 def checked(result: RunResult) -> RunResult:

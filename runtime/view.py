@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from greenroom.runtime.calls import Interrupt
 from greenroom.runtime.machine import status_of
-from greenroom.runtime.results import RunResult, SessionInfo
+from greenroom.runtime.results import PendingCall, RunResult, SessionInfo
 from greenroom.runtime.state import Fail, WaitingForUser
 from greenroom.runtime.storage.head import Head
 
@@ -15,6 +15,12 @@ def open_interrupt(head: Head) -> Interrupt | None:
         return None
     question = head.batch.call(head.state.interrupt_id).question
     return None if question is None else question.but(id=head.state.interrupt_id)
+
+
+def pending_calls(head: Head) -> tuple[PendingCall, ...]:
+    """The calls of the open batch that have no outcome."""
+    calls = head.batch.open_calls if head.batch is not None else ()
+    return tuple(PendingCall(key=call.key, name=call.name, started=call.started is not None) for call in calls)
 
 
 def result_of(head: Head) -> RunResult:
@@ -29,6 +35,7 @@ def result_of(head: Head) -> RunResult:
         revision=head.revision,
         interrupt=open_interrupt(head),
         failure=head.state.failure if isinstance(head.state, Fail) else None,
+        pending_calls=pending_calls(head),
     )
 
 

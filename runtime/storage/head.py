@@ -101,7 +101,8 @@ class Receipt(Value):
 class Head(Value):
     """See the module docstring.
 
-    since: Unix seconds of the last change of owner or stop; epoch_write_no: the write that began this epoch;
+    created_by: the request that made the session, if its caller named it; since: Unix seconds of the last change of
+    owner or stop; epoch_write_no: the write that began this epoch;
     host_fence: an embedding host's own number; usage_before: what the session had used when this run began; index:
     where the references of earlier segments lie; batch_blob, text_blob: where the batch and the final text lie when
     they are large; spawned: the calls that started a child, without the session id that begins their keys: a child's id
@@ -115,6 +116,7 @@ class Head(Value):
     parent_call: str | None = None
     depth: int = 0
     user_id: str | None = None
+    created_by: str | None = None
     agent: str
     epoch: int = 0
     owner: str | None = None

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from greenroom.runtime.calls import ExecResult as ExecResult
     from greenroom.runtime.calls import Interrupt as Interrupt
     from greenroom.runtime.calls import ModelRequest as ModelRequest
+    from greenroom.runtime.calls import ProposedCall as ProposedCall
     from greenroom.runtime.calls import SandboxLimits as SandboxLimits
     from greenroom.runtime.calls import SandboxSpec as SandboxSpec
     from greenroom.runtime.calls import ToolContext as ToolContext
     from greenroom.runtime.calls import ToolOutput as ToolOutput
+    from greenroom.runtime.calls import Verdict as Verdict
     from greenroom.runtime.cancel import CancelToken as CancelToken
     from greenroom.runtime.config import AgentConfig as AgentConfig
     from greenroom.runtime.config import SubAgent as SubAgent
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.messages import ToolCallDelta as ToolCallDelta
     from greenroom.runtime.messages import ToolResultBlock as ToolResultBlock
     from greenroom.runtime.messages import Usage as Usage
+    from greenroom.runtime.ports import ToolPolicy as ToolPolicy
     from greenroom.runtime.protocols import Runtime as Runtime
     from greenroom.runtime.protocols import Session as Session
     from greenroom.runtime.providers import OpenAICompatible as OpenAICompatible
@@ -77,6 +80,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.results import Failure as Failure
     from greenroom.runtime.results import FailureKind as FailureKind
     from greenroom.runtime.results import MapResult as MapResult
+    from greenroom.runtime.results import PendingCall as PendingCall
     from greenroom.runtime.results import RunResult as RunResult
     from greenroom.runtime.results import RunStatus as RunStatus
     from greenroom.runtime.results import SessionInfo as SessionInfo
@@ -120,10 +124,12 @@ _HOME = {
     "NotFound": "runtime.errors",
     "OpenAICompatible": "runtime.providers",
     "PathRefused": "runtime.errors",
+    "PendingCall": "runtime.results",
     "PoolConfig": "actors.wire",
     "PoolMismatch": "runtime.errors",
     "PreconditionFailed": "runtime.errors",
     "PreflightError": "runtime.errors",
+    "ProposedCall": "runtime.calls",
     "ProviderError": "runtime.errors",
     "ReasoningBlock": "runtime.messages",
     "RedactedThinkingBlock": "runtime.messages",
@@ -158,6 +164,7 @@ _HOME = {
     "ToolCallDelta": "runtime.messages",
     "ToolContext": "runtime.calls",
     "ToolOutput": "runtime.calls",
+    "ToolPolicy": "runtime.ports",
     "ToolRegistry": "runtime.tools",
     "ToolResultBlock": "runtime.messages",
     "ToolSpec": "runtime.tools",
@@ -167,6 +174,7 @@ _HOME = {
     "UnknownInterrupt": "runtime.errors",
     "Usage": "runtime.messages",
     "UsageError": "runtime.errors",
+    "Verdict": "runtime.calls",
     "connect": "actors.client",
     "register_default_tools": "runtime.tools",
 }
@@ -201,10 +209,12 @@ __all__ = [
     "NotFound",
     "OpenAICompatible",
     "PathRefused",
+    "PendingCall",
     "PoolConfig",
     "PoolMismatch",
     "PreconditionFailed",
     "PreflightError",
+    "ProposedCall",
     "ProviderError",
     "ReasoningBlock",
     "RedactedThinkingBlock",
@@ -239,6 +249,7 @@ __all__ = [
     "ToolCallDelta",
     "ToolContext",
     "ToolOutput",
+    "ToolPolicy",
     "ToolRegistry",
     "ToolResultBlock",
     "ToolSpec",
@@ -248,6 +259,7 @@ __all__ = [
     "UnknownInterrupt",
     "Usage",
     "UsageError",
+    "Verdict",
     "connect",
     "register_default_tools",
 ]

@@ -102,6 +102,27 @@ def session_cancel(
     report_or_nothing(run_work(work(), as_json=as_json), session, as_json=as_json)
 
 
+@app.command("terminate")
+def session_terminate(session: SessionArgument, store: StoreOption = None) -> None:
+    """End a session and everything below it at once; `resume` still goes on later."""
+    url = load_settings(store=store).store
+
+    async def work() -> None:
+        async with open_storage(url) as storage:
+            owner = (await read_head(storage, session)).owner or ""
+        kind, namespace, _ = f"{owner}::".split(":", 2)
+        with contextlib.suppress(ClusterError):
+            if kind == "ray":
+                async with attach(url, namespace) as runtime:
+                    await (await runtime.open(session)).terminate()
+                    return
+        async with AgentRuntime(url) as embedded:
+            await embedded.handle(session).terminate()
+
+    asyncio.run(work())
+    console.err.print(f"terminated {session}")
+
+
 @app.command("answer")
 def session_answer(
     session: SessionArgument,
