@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from weakref import WeakValueDictionary
 
 from greenroom.runtime.blocking import BlockingSession
@@ -25,7 +25,7 @@ from greenroom.runtime.facade import RuntimeFacade
 from greenroom.runtime.host import Host
 from greenroom.runtime.ids import root_of
 from greenroom.runtime.local_trees import LocalTreeSandboxes
-from greenroom.runtime.ports import Children, Clock, IdSource, LlmProvider, SandboxFactory
+from greenroom.runtime.ports import Children, Clock, IdSource, LlmProvider, SandboxFactory, TreeSandboxes
 from greenroom.runtime.providers.optional import close as close_provider
 from greenroom.runtime.results import RunResult, SessionInfo, Transcript
 from greenroom.runtime.session import TERMINATED, SessionDriver
@@ -40,12 +40,20 @@ from greenroom.runtime.workspace import remove_managed_workspace
 R = TypeVar("R")
 
 
+class OpenTrees(TreeSandboxes, Protocol):
+    """The sandboxes of all trees, with their end."""
+
+    async def close_one(self, root: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class Engine(RuntimeFacade["EmbeddedSession"]):
     """Sessions of this process over one storage.
 
-    storage: a URL or a Storage; sandboxes: opens sandboxes; host_fence: an embedding host's own fencing number, 0 for
-    none: a session that has seen a higher one is refused. Use it with `async with`, or with plain `with` for the *_sync
-    verbs.
+    storage: a URL or a Storage; sandboxes: opens sandboxes, kept in this process unless `trees` keeps them; host_fence:
+    an embedding host's own fencing number, 0 for none: a session that has seen a higher one is refused. Use it with
+    `async with`, or with plain `with` for the *_sync verbs.
     """
 
     def __init__(
@@ -56,12 +64,13 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         sandboxes: SandboxFactory,
         clock: Clock | None = None,
         ids: IdSource | None = None,
+        trees: OpenTrees | None = None,
     ) -> None:
         if host_fence < 0:
             raise ConfigError(f"host_fence is {host_fence}", hint="Give a number that only grows, or 0 for none")
         super().__init__()
         self.storage = Storage.open(storage) if isinstance(storage, str) else storage
-        self._trees = LocalTreeSandboxes(sandboxes, self._live_roots)
+        self._trees: OpenTrees = trees or LocalTreeSandboxes(sandboxes, self._live_roots)
         ids = ids or RandomIds()
         self._host = Host(
             storage=self.storage,

@@ -1,10 +1,10 @@
 """Record: one owned session in memory, and the only place that writes its head.
 
 A save puts immutable objects first, then the head by compare-and-swap. At most one write is in flight and one is
-pending: what changes meanwhile goes into the pending one, the latest state wins. `save_soon` asks for a write and goes
-on; `save` returns when everything up to here is durable. How messages lie in the store is nobody else's business: they
-ride in the head, are rolled into a segment when they grow, and the references to segments into an index when there are
-many.
+pending; a write takes the head as it was when it was last asked for, never what has changed since: half of a change is
+not to be seen. `save_soon` asks for a write and goes on; `save` returns when everything up to here is durable. How
+messages lie in the store is nobody else's business: they ride in the head, are rolled into a segment when they grow,
+and the references to segments into an index when there are many.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Record:
         self._etag = etag
         self._inline_bytes = sum(map(_size, head.inline))
         self._blobs: set[str] = set()  # written by this owner: they need not be written with every save
-        self._version = 0  # counts changes asked to be written
+        self._asked = head  # what the next write takes
+        self._version = 0  # counts the times that was asked for
         self._durable_version = 0
         self._writing: asyncio.Task[None] | None = None
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
@@ -77,6 +78,7 @@ class Record:
         """Asks for the head as it is now to be written; raises the error of an earlier write."""
         if self._error is not None:
             raise self._error
+        self._asked = self.head
         self._version += 1
         if self._writing is None:
             self._writing = asyncio.get_running_loop().create_task(self._write_pending())
@@ -147,15 +149,17 @@ class Record:
     async def _write(self) -> None:
         """One head write: what it refers to first."""
         self.update(write_no=self.head.write_no + 1, write_id=self._ids.new_id())
-        taken = self.head
+        taken = self._asked.but(write_no=self.head.write_no, write_id=self.head.write_id)
         written = await self._laid_out(taken)
         self._etag = await self._storage.checkpoints.save(taken.session_id, written, self._etag)
         self.durable_write_no = taken.write_no
         rolled = len(taken.inline) - len(written.inline)
-        fresh = self.head.inline[rolled:]  # what was appended during the write stays
-        self.update(segments=written.segments, index=written.index, inline=fresh)
-        if rolled:
-            self._inline_bytes = sum(map(_size, fresh))
+        if rolled or written.index != taken.index:
+            self.head, self._asked = (
+                head.but(segments=written.segments, index=written.index, inline=head.inline[rolled:])
+                for head in (self.head, self._asked)
+            )
+            self._inline_bytes = sum(map(_size, self.head.inline))
 
     async def _laid_out(self, head: Head) -> Head:
         """The head as it will lie in the store, within its bound: large parts in objects of their own."""

@@ -7,21 +7,29 @@ from greenroom.runtime.testing.contracts import (
     check_object_store,
     check_transcript_store,
 )
+from greenroom.runtime.testing.crash import CrashFailure, CrashReport, Scenario, crash_everywhere, drive_to_end
+from greenroom.runtime.testing.crash_world import CrashWorld
 from greenroom.runtime.testing.faulty import Fault, FaultyStore
 from greenroom.runtime.testing.history import HistoryError, strict_history
 from greenroom.runtime.testing.sandbox import FakeSandbox, FakeSandboxes
 
 __all__ = [
     "ContractBroken",
+    "CrashFailure",
+    "CrashReport",
+    "CrashWorld",
     "FakeClock",
     "FakeSandbox",
     "FakeSandboxes",
     "Fault",
     "FaultyStore",
     "HistoryError",
+    "Scenario",
     "SeededIds",
     "check_checkpoint_store",
     "check_object_store",
     "check_transcript_store",
+    "crash_everywhere",
+    "drive_to_end",
     "strict_history",
 ]

@@ -52,7 +52,7 @@ class FakeClock:
         """Moves on, waking who is due, each at its own time."""
         until = self._now + seconds
         await settle()
-        while self._wake_next(until):
+        while self.wake_next(until):
             await settle()
         self._now = until
 
@@ -61,11 +61,12 @@ class FakeClock:
         task = asyncio.ensure_future(work)
         while not task.done():
             await settle()
-            if not task.done() and not self._wake_next():
+            if not task.done() and not self.wake_next():
                 await asyncio.wait([task], timeout=0.01)  # something outside, such as a thread, is still at work
         return task.result()
 
-    def _wake_next(self, until: float = math.inf) -> bool:
+    def wake_next(self, until: float = math.inf) -> bool:
+        """Jumps to whoever is due next, by `until` on monotonic(); False when nobody is."""
         while self._alarms and self._alarms[0][0] <= until:
             due, number = heapq.heappop(self._alarms)
             callback = self._callbacks.pop(number, None)
@@ -91,5 +92,8 @@ class SeededIds:
 
 async def settle() -> None:
     """Lets everything happen that needs no waiting."""
+    ready = getattr(asyncio.get_running_loop(), "_ready", None)  # not public: without it all the turns are taken
     for _ in range(SETTLE_ROUNDS):
         await asyncio.sleep(0)
+        if ready is not None and not ready:
+            return

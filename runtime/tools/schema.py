@@ -7,6 +7,7 @@ is a string. Everything else is the validator's word, turned into a sentence the
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import types
@@ -56,6 +57,11 @@ def model_of_signature(function: Callable[..., Any]) -> tuple[type[BaseModel], s
 
 def json_schema(model: type[BaseModel]) -> dict[str, Any]:
     """The model's JSON Schema with an object at the root (a recursive model's bare $ref is opened), without titles."""
+    return copy.deepcopy(_json_schema(model))
+
+
+@lru_cache(maxsize=1024)
+def _json_schema(model: type[BaseModel]) -> dict[str, Any]:
     schema = model.model_json_schema()
     reference = schema.pop("$ref", None)
     if reference is not None:

@@ -1,219 +1,255 @@
-"""The owner dies before or after any one request to the store; a fresh process recovers, and every promise holds.
+"""Crashes everywhere: each scenario under every schedule, no promise broken; and broken journals that are found out.
 
-The dead owner is one whose store answers nothing any more from that request on. What is checked: no command of the
-sandbox ran twice, every history is one that a strict provider takes, the session and its child come to an end.
+The named ones are those that an implementation fails most easily: (a) a different batch at recovery, (b) a write that
+lands after the recovery's acquire, or whose answer was lost under pipelining. (c), an owner that is stopped and wakes
+up, kills real processes: tests/actors/test_cluster.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scenes import bash, call, calls, default_registry, scripted
+from scenarios import SCENARIOS, both, children, effects, long_history, mixed, own, plain
+from scenes import bash, call, calls, results
 
-from greenroom import AgentRuntime, GreenroomError, RunStatus, Storage, StorageError, SubAgent
-from greenroom.runtime import batch, record
-from greenroom.runtime.journal import CallRecord, Recovery
-from greenroom.runtime.ports import ObjectStore
-from greenroom.runtime.storage import MemoryObjectStore
-from greenroom.testing import FakeSandboxes, strict_history
-
-
-class DyingStore:
-    """Goes well until request `last`, which is made or not (`after`) and answered by nobody, like all later ones."""
-
-    def __init__(self, inner: ObjectStore, last: int, *, after: bool) -> None:
-        self._inner = inner
-        self._last = last
-        self._after = after
-        self.count = 0
-
-    async def get(self, key: str) -> tuple[bytes, str] | None:
-        found: tuple[bytes, str] | None = await self._request(lambda: self._inner.get(key))
-        return found
-
-    async def put_if_absent(self, key: str, body: bytes) -> str:
-        made: str = await self._request(lambda: self._inner.put_if_absent(key, body))
-        return made
-
-    async def put_if_match(self, key: str, body: bytes, etag: str) -> str:
-        made: str = await self._request(lambda: self._inner.put_if_match(key, body, etag))
-        return made
-
-    async def delete(self, key: str) -> None:
-        await self._request(lambda: self._inner.delete(key))
-
-    async def delete_many(self, keys: Iterable[str]) -> None:
-        wanted = list(keys)
-        await self._request(lambda: self._inner.delete_many(wanted))
-
-    async def list(self, prefix: str) -> AsyncIterator[str]:
-        async for key in self._inner.list(prefix):
-            yield key
-
-    async def probe(self) -> None:
-        """Is not counted."""
-
-    async def close(self) -> None:
-        """Nor is this."""
-
-    @property
-    def dead(self) -> bool:
-        return self.count > self._last
-
-    async def _request(self, work: Any) -> Any:
-        self.count += 1
-        await asyncio.sleep(0)
-        if self.dead or (self.count == self._last and not self._after):
-            self.count = max(self.count, self._last + 1)
-            raise StorageError("the owner is dead", kind="unavailable")
-        made = await work()
-        if self.count == self._last:
-            self.count += 1
-            raise StorageError("the owner died before it heard the answer", kind="unavailable")
-        return made
+from greenroom import AgentConfig, AgentRuntime, Interrupt, Storage, ToolRegistry
+from greenroom.runtime import batch, journal, loop, record
+from greenroom.runtime.journal import Batch, CallRecord, Outcome, Recovery
+from greenroom.runtime.messages import Message
+from greenroom.runtime.storage import MemoryObjectStore, SqliteObjectStore
+from greenroom.testing import CrashFailure, CrashWorld, FakeSandboxes, Scenario, crash_everywhere
 
 
-def scene(durability: str) -> Any:
-    """Effects alone and in a batch with reads, large results that are rolled, a child with effects, a question."""
-    registry = default_registry()
-    registry.tool(lambda: "z" * 9000, name="read", description="r", effect="read_only")
-    child = scripted(bash("child-1"), bash("child-2"), "child done", name="child", sandbox=None)
-    return scripted(
-        bash("one"),
-        calls(call("read"), call("bash", command="two"), call("read"), call("bash", command="three")),
-        calls(call("helper", task="h")),
-        calls(call("read"), call("read"), call("read")),
-        calls(call("askFollowupQuestion", question="?"), call("bash", command="four")),
-        bash("five"),
-        "done",
-        tools=registry,
-        subagents={"helper": SubAgent(child)},
-        durability=durability,
-    )
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+async def test_no_crash_breaks_a_promise(scenario: Scenario, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if scenario.agent is long_history:
+        monkeypatch.setattr(record, "ROLL_BYTES", 4000)  # so that it rolls and folds as a long session does
+        monkeypatch.setattr(record, "FOLD_SEGMENTS", 1)
+    report = await crash_everywhere(scenario)
+    assert report.schedules > 100
+    print(f"\n{report}")  # with -s: what was run
 
 
-async def drive(runtime: AgentRuntime, agent: Any) -> None:
-    """Brings the session to its end from wherever it is, as a host would."""
-    try:
-        session = await runtime.create_session(agent, "s")
-    except GreenroomError:
-        session = await runtime.open("s", agent)
-    for _ in range(8):
-        info = await session.status()
-        if info.state == "Success":
-            return
-        if info.waiting_for is not None:
-            await session.answer(info.waiting_for.id, "yes")
-        elif info.state == "Ready":
-            await session.run("go" if not (await session.transcript()).messages else None)
-        else:
-            await session.resume()
-    raise AssertionError(f"the session does not come to its end: {await session.status()}")
-
-
-async def crash_at(request: int, *, after: bool, durability: str) -> bool:
-    """One schedule; False when the scene was over before that request."""
-    inner = MemoryObjectStore()
-    sandboxes = FakeSandboxes()
-    ran: list[str] = []
-
-    def note(command: str) -> str:
-        ran.append(command)
-        return "x"
-
-    sandboxes._on_command = note
-    agent = scene(durability)
-    dying = DyingStore(inner, request, after=after)
-    try:
-        async with AgentRuntime(Storage.over(dying), sandboxes=sandboxes) as first:
-            await drive(first, agent)
-    except GreenroomError:
-        pass
-    reached = dying.dead
-    async with AgentRuntime(Storage.over(inner), sandboxes=sandboxes) as second:
-        await drive(second, agent)
-        infos = [info async for info in second.sessions()]
-        for info in infos:
-            strict_history((await second.handle(info.session_id).transcript()).messages)
-            assert info.owner is None
-        assert [info.state for info in infos if info.session_id == "s"] == ["Success"]
-    assert len(ran) == len(set(ran)), f"request {request} ({'after' if after else 'before'}): ran twice: {ran}"
-    return reached
-
-
-@pytest.mark.parametrize("durability", ["effects", "step"])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-async def test_a_crash_at_any_request_repeats_no_effect(
-    home: Path, monkeypatch: pytest.MonkeyPatch, after: bool, durability: str
-) -> None:
-    monkeypatch.setattr(record, "ROLL_BYTES", 500)  # so that the scene rolls and folds as a long session does
-    monkeypatch.setattr(record, "FOLD_SEGMENTS", 1)
-    schedules = 0
-    while await crash_at(schedules + 1, after=after, durability=durability):
-        schedules += 1
-    assert schedules > 45
+# -- a broken journal is found out
 
 
 def always_runs(call: CallRecord, incarnation: str | None) -> Recovery:
-    """A journal without marks."""
+    """Forgets its marks."""
     return Recovery.reuse if call.outcome is not None else Recovery.run
 
 
-async def test_a_journal_that_forgets_its_marks_is_caught(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "decide", always_runs)
-    caught = 0
-    for request in range(1, 51):
-        try:
-            await crash_at(request, after=False, durability="effects")
-        except AssertionError as error:
-            caught += "ran twice" in str(error)
-    assert caught > 3
+def closes_with_a_lie(batch: Batch) -> Batch:
+    """Says of every cancelled call that it did not run."""
+    for open_call in batch.open_calls:
+        batch = batch.put(open_call.but(outcome=Outcome.error(journal.CANCELLED_BEFORE_START)))
+    return batch
 
 
-async def test_a_cancel_whose_owner_dies_at_any_request_ends_parked(home: Path) -> None:
-    """From the cancel on: whatever the owner still managed to write, the next one parks and nothing runs again."""
-    reached, request = True, 1
-    while reached:
-        inner = MemoryObjectStore()
-        running = asyncio.Event()
-        ran: list[str] = []
-
-        async def hang(command: str, running: asyncio.Event = running, ran: list[str] = ran) -> str:
-            ran.append(command)
-            running.set()
-            await asyncio.sleep(60)
-            return ""
-
-        sandboxes = FakeSandboxes(hang)
-        agent = scripted(calls(call("bash", command="one"), call("bash", command="two")), "resumed")
-        dying = DyingStore(inner, 10**9, after=False)
-        first = AgentRuntime(Storage.over(dying), sandboxes=sandboxes)
-        session = await first.create_session(agent, "s")
-        run = asyncio.create_task(session.run("go"))
-        await running.wait()
-        dying._last = dying.count + request
-        await asyncio.gather(session.cancel("stop"), run, return_exceptions=True)
-        reached = dying.dead
-        await first.close()
-        async with AgentRuntime(Storage.over(inner), sandboxes=FakeSandboxes()) as second:
-            again = await second.open("s", agent)
-            info = await again.status()
-            if info.owner is not None:
-                result = await again.resume() if b'"cancel":{' in (await _head(inner)) else await again.cancel("stop")
-                assert result is not None
-                assert result.status is RunStatus.cancelled
-            assert (await again.status()).state == "Interrupted"
-            strict_history((await again.transcript()).messages)
-        assert ran == ["one"]
-        request += 1
-    assert request > 3
+def swaps_results(batch: Batch) -> Message:
+    """Gives every call the outcome of its neighbour."""
+    outcomes = [call.outcome for call in batch.calls]
+    turned = outcomes[1:] + outcomes[:1]
+    calls = tuple(call.but(outcome=outcome) for call, outcome in zip(batch.calls, turned, strict=True))
+    return journal.results_message(batch.but(calls=calls))
 
 
-async def _head(objects: ObjectStore) -> bytes:
-    found = await objects.get("tree/s/s/head")
-    assert found is not None
-    return found[0]
+async def does_not_wait(self: Any) -> None:
+    """Goes on before its marks are durable."""
+    self.save_soon()
+
+
+BROKEN: list[tuple[Any, str, Any, Any, str]] = [
+    (batch, "decide", always_runs, effects, "began 2 times"),
+    (loop, "close_cancelled", closes_with_a_lie, plain, "said not to have run"),
+    (loop, "results_message", swaps_results, mixed, "never gave"),
+    (record.Record, "save", does_not_wait, effects, "."),
+]
+
+
+@pytest.mark.parametrize(("place", "name", "broken", "agent", "said"), BROKEN, ids=[row[1] for row in BROKEN])
+async def test_a_broken_journal_is_caught(
+    home: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, broken: Any, agent: Any, said: str
+) -> None:
+    monkeypatch.setattr(place, name, broken)
+    with pytest.raises(CrashFailure, match=said) as failure:
+        await crash_everywhere(agent)
+    replay = str(failure.value.schedule)
+    assert f"replay={replay!r}" in str(failure.value)
+    assert len(failure.value.schedule.faults) <= 2, "the smallest one"
+    with pytest.raises(CrashFailure, match=said):
+        await crash_everywhere(agent, replay=replay)
+    monkeypatch.undo()
+    monkeypatch.setenv("GREENROOM_HOME", str(home))
+    await crash_everywhere(agent, replay=replay)
+
+
+async def test_a_tool_declared_idempotent_that_is_not_is_the_users_to_find(home: Path) -> None:
+    """A check of one's own: the harness cannot know what an effect does outside."""
+    sent: list[str] = []
+
+    def agent() -> AgentConfig:
+        sent.clear()
+        tools = ToolRegistry()
+
+        @tools.tool(effect="idempotent")
+        async def send(to: str) -> str:
+            sent.append(to)
+            return "ok"
+
+        return own(calls(call("send", to="a")), "done", tools=tools)
+
+    async def check(world: CrashWorld) -> list[str]:
+        return [f"sent {len(sent)} times"] if len(sent) > 1 else []
+
+    with pytest.raises(CrashFailure, match="sent 2 times"):
+        await crash_everywhere(Scenario("send", agent, check=check))
+
+
+async def test_it_runs_on_a_store_of_ones_own(home: Path, tmp_path: Path) -> None:
+    numbers = iter(range(10**6))
+    scenario = Scenario(
+        "SQLite",
+        lambda: own(calls(call("send", to="a")), "done"),
+        objects=lambda: SqliteObjectStore(tmp_path / f"{next(numbers)}.db"),
+        sandboxes=("dies",),
+    )
+    assert (await crash_everywhere(scenario, several_faults=5)).schedules > 50
+
+
+async def test_a_plain_agent_is_a_scenario_and_a_bad_replay_is_named(home: Path) -> None:
+    assert (await crash_everywhere(plain(), several_faults=2)).scenario == "agent"
+    with pytest.raises(ValueError, match="kill@17"):
+        await crash_everywhere(plain, replay="sandbox-dies explode@3")
+    with pytest.raises(ValueError, match="sandbox-dies"):
+        await crash_everywhere(plain, replay="kill@3")
+
+
+async def test_a_scenario_that_never_ends_is_said_to_be_stuck(home: Path) -> None:
+    async def drive(world: CrashWorld) -> None:
+        await world.session()
+        await asyncio.Event().wait()
+
+    with pytest.raises(CrashFailure, match="nothing happens any more"):
+        await crash_everywhere(Scenario("hangs", plain, drive))
+
+
+# -- the named ones
+
+
+async def test_a_a_recovery_whose_model_would_ask_for_another_batch_goes_on_with_the_recorded_one(home: Path) -> None:
+    """(a) Crash after read-only A of [A, B], then a model with a different batch: each result is its own call's."""
+    objects = MemoryObjectStore()
+    crashed: list[str] = []
+
+    def tools(*, dies: bool) -> ToolRegistry:
+        made = ToolRegistry()
+
+        @made.tool(effect="read_only")
+        async def look(what: str) -> str:
+            return f"seen {what}"
+
+        @made.tool
+        async def send(to: str) -> str:
+            if dies:
+                crashed.append(to)
+                await asyncio.sleep(3600)
+            return f"sent to {to}"
+
+        return made
+
+    first_script = [calls(call("look", what="A"), call("send", to="B")), "done"]
+    other_script = [calls(call("send", to="X"), call("look", what="Y")), "done"]
+    first = AgentRuntime(Storage.over(objects), sandboxes=FakeSandboxes())
+    session = await first.create_session(own(*first_script, tools=tools(dies=True)), "s")
+    run = asyncio.create_task(session.run("go"))
+    while not crashed:
+        await asyncio.sleep(0)
+    async with AgentRuntime(Storage.over(objects), sandboxes=FakeSandboxes()) as second:
+        again = await second.open("s", own(*other_script, tools=tools(dies=False)))
+        result = await again.resume()
+        assert result is not None
+        assert result.text == "done"
+        found = results(await again.transcript())
+        assert found[0].text == "seen A"
+        assert found[1].text == journal.OUTCOME_UNKNOWN
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+    await first.close()
+
+
+@pytest.mark.parametrize("blow", ["late", "lose"])
+@pytest.mark.parametrize("agent", [mixed, children], ids=["mixed", "children"])
+async def test_b_a_late_write_and_a_lost_answer_leave_one_lineage(home: Path, blow: str, agent: Any) -> None:
+    """(b) At every write: it lands after the recovery's acquire, or landed without an answer. No false Conflict."""
+    calm = await _gates(agent)
+    tried = 0
+    for number, gate in enumerate(calm, 1):
+        if gate.writes:
+            await crash_everywhere(agent, replay=f"sandbox-survives {blow}@{number}")
+            tried += 1
+    assert tried > 12
+
+
+async def _gates(agent: Any) -> Any:
+    from greenroom.runtime.testing.crash import _as_scenario, _run
+    from greenroom.runtime.testing.schedules import Schedule
+
+    return (await _run(_as_scenario(agent), Schedule(sandbox="survives"), 0)).gates
+
+
+async def test_a_cancel_is_durable_before_anything_else_and_nothing_runs_after_it(home: Path) -> None:
+    """Killed at any gate after its cancel: the next owner parks it, and no effect begins before it is resumed."""
+    agent = lambda: both(bash("one"), calls(call("send", to="a"), call("send", to="b")), "done")  # noqa: E731
+    after: list[str] = []
+
+    async def drive(world: CrashWorld) -> None:
+        session = await world.session()
+        if world.life == 1:
+            await session.run("go")
+            return
+        before = sum(world.effects.began.values())
+        info = await session.status()
+        found = await world.objects.get("tree/s/s/head")
+        assert found is not None
+        if info.owner is not None and b'"cancel":{' in found[0]:
+            result = await session.resume()
+            assert result is not None
+            after.append(str(result.status))
+            assert sum(world.effects.began.values()) == before
+        await session.cancel()
+
+    count = 0
+    for gate in range(1, 40):
+        for later in (1, 2, 3, 5, 8):
+            await crash_everywhere(
+                Scenario("cancelled", agent, drive), replay=f"sandbox-dies cancel@{gate} kill@{gate + later}"
+            )
+            count += 1
+    assert after.count("cancelled") == len(after) > 10
+
+
+async def test_an_answer_survives_every_crash_once_it_was_accepted(home: Path) -> None:
+    """R to R+1 to R+2, and one answer: asked again with the same request it gives the same result."""
+    made = ToolRegistry()
+
+    @made.tool(may_interrupt=True)
+    async def form(what: str) -> Interrupt:
+        return Interrupt(kind="form", payload={"what": what})
+
+    def agent() -> AgentConfig:
+        return own(calls(call("form", what="1")), "done", tools=made)
+
+    async def check(world: CrashWorld) -> list[str]:
+        async with AgentRuntime(Storage.over(world.objects), sandboxes=FakeSandboxes()) as runtime:
+            session = await runtime.open("s", agent())
+            info = await session.status()
+            answers = [block.text for block in results(await session.transcript())]
+            if info.state != "Success" or world.cancelled:
+                return []
+            expected = 3 if answers == ["yes"] else 1  # it was asked, or its owner died before that was durable
+            return [] if info.revision == expected else [f"revision {info.revision}, answers {answers}"]
+
+    assert (await crash_everywhere(Scenario("answer", agent, check=check, sandboxes=("dies",)))).schedules > 100

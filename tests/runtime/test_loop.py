@@ -44,6 +44,7 @@ from greenroom.runtime.journal import (
     NOT_RUN_REPLY_CUT,
     OUTCOME_UNKNOWN,
 )
+from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.storage import MemoryObjectStore
 from greenroom.testing import FakeClock, FakeSandboxes, SeededIds, strict_history
 
@@ -622,7 +623,9 @@ async def hanging_run(runtime: AgentRuntime, script: tuple[Any, ...], **fields: 
     """A run that hangs in its first bash call, as its owner would if it had been stopped there."""
     session = await runtime.create_session(scripted(*script, **fields))
     run = asyncio.create_task(session.run("go"))
-    sandboxes = runtime._trees._factory
+    trees = runtime._trees
+    assert isinstance(trees, LocalTreeSandboxes)
+    sandboxes = trees._factory
     assert isinstance(sandboxes, FakeSandboxes)
     while not (session.id in sandboxes.opened and sandboxes.opened[session.id].running):
         await asyncio.sleep(0)

@@ -71,7 +71,7 @@ async def test_a_sandbox_forgets_an_outcome_only_when_it_is_durable(home: Path) 
         while session.id not in sandboxes.opened or not sandboxes.opened[session.id].commands:
             await asyncio.sleep(0.001)
         shared = await runtime._trees.find(session.id)
-        assert shared is not None
+        assert isinstance(shared, SharedSandbox)
         while not run.done() and not read.is_set():
             await asyncio.sleep(0.001)
             if any(key.endswith("/2/0") for key in shared._ledger.entries):
@@ -463,8 +463,17 @@ async def test_a_host_with_a_lower_fence_cannot_delete(home: Path) -> None:
 
 
 async def test_a_stop_and_its_receipt_are_one_write(home: Path) -> None:
-    """A slow save under way when the run ends must not let the session go without its receipt."""
-    store = FaultyStore(MemoryObjectStore())
+    """A slow save under way when the run ends must show nothing of its end before all of it is there."""
+    halves: list[str] = []
+
+    class Watching(FaultyStore):
+        async def put_if_match(self, key: str, body: bytes, etag: str) -> str:
+            head = json.loads(body)
+            if head["state"]["name"] == "Success" and (head["owner"] or not head["receipts"] or not head["revision"]):
+                halves.append(body.decode())
+            return await super().put_if_match(key, body, etag)
+
+    store = Watching(MemoryObjectStore())
     async with over(store) as runtime:
         registry = tools(lambda: "x", name="read", effect="read_only")
         session = await runtime.create_session(
@@ -475,6 +484,7 @@ async def test_a_stop_and_its_receipt_are_one_write(home: Path) -> None:
         first = await session.run("go", request_id="r")
         assert await session.run("go", request_id="r") == first
         assert first.text == "paid"
+        assert halves == []
 
 
 async def test_a_head_with_huge_arguments_stays_small(home: Path) -> None:
