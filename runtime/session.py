@@ -20,7 +20,7 @@ from greenroom.runtime.host import Host
 from greenroom.runtime.ids import check_request_id
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.plans import apply_plan
-from greenroom.runtime.results import RunResult
+from greenroom.runtime.results import RunResult, RunStatus
 from greenroom.runtime.state import Interrupted, State
 from greenroom.runtime.storage.head import Claim, Head, Receipt
 from greenroom.runtime.verbs import (
@@ -152,7 +152,7 @@ class SessionDriver:
             return answered
         active, asked = self._active, request_id is not None or bool(self._tokens)
         self.tell_cancelled(reason, hard=hard)
-        parking = asyncio.ensure_future(_result_of(active) if active is not None else self._park(reason, again=asked))
+        parking = asyncio.ensure_future(self._parked(active, reason, again=asked))
         self._parkings.add(parking)
         parking.add_done_callback(self._parkings.discard)
         done, _ = await asyncio.wait([parking], timeout=timeout)
@@ -272,6 +272,14 @@ class SessionDriver:
         if self._deleting:
             raise SessionNotFound(f"session {self.session_id!r} is being deleted", session_id=self.session_id)
 
+    async def _parked(self, active: _Active | None, reason: str, *, again: bool) -> RunResult | None:
+        """The end of the verb that runs; one that came to ask someone just then is parked too."""
+        if active is None:
+            return await self._park(reason, again=again)
+        await active.over.wait()
+        suspended = active.result is not None and active.result.status is RunStatus.suspended
+        return await self._park(reason, again=again) if suspended else active.result
+
     async def _park(self, reason: str, *, again: bool = False) -> RunResult | None:
         async with self._turn:
             for _ in range(RACE_ATTEMPTS):
@@ -328,8 +336,3 @@ class SessionDriver:
             session_id=self.session_id,
             hint="Try again",
         )
-
-
-async def _result_of(active: _Active) -> RunResult | None:
-    await active.over.wait()
-    return active.result

@@ -295,3 +295,73 @@ def test_the_blocking_verbs_work_on_ray(pool_store: str, home: Path) -> None:
         turn = runtime.run_turn_sync(scripted("one", "two"), "hi")
         assert turn.result.text == "one"
         assert runtime.open_sync(turn.session_id).run_sync("hi").text == "two"
+
+
+async def test_an_actor_that_is_only_silent_is_not_taken_over(on_ray: RayRuntime, home: Path) -> None:
+    """Stopped for a while and going on: the same owner, and each line once."""
+    session = await on_ray.create_session(scripted(bash("sleep 1; echo x >> marker"), bash("echo y >> second"), "done"))
+    run = asyncio.create_task(session.run("go"))
+    await until(lambda: alive("echo x >> marker"), "the command runs")
+    owner = await pid_of(on_ray, session.id)
+    os.kill(owner, signal.SIGSTOP)
+    await asyncio.sleep(3)
+    assert not run.done()
+    os.kill(owner, signal.SIGCONT)
+    assert (await asyncio.wait_for(run, 60)).text == "done"
+    workspace = home / "workspaces" / session.id
+    assert (workspace / "marker").read_text() == "x\n"
+    assert (workspace / "second").read_text() == "y\n"
+    assert (await session.status()).epoch == 1
+
+
+async def test_terminating_ends_the_tree_and_its_commands(on_ray: RayRuntime, marker: str) -> None:
+    child = scripted(bash(f"sleep {marker}"), "child says", name="child", sandbox=None)
+    session = await on_ray.create_session(
+        scripted(calls(call("helper", task="a")), "resumed", subagents={"helper": child})
+    )
+    run = asyncio.create_task(session.run("go"))
+    await until(lambda: alive(f"sleep\0{marker}"), "the command runs")
+    began = time.monotonic()
+    await session.terminate()
+    assert time.monotonic() - began < 10
+    assert (await run).status is RunStatus.cancelled
+    assert alive(f"sleep\0{marker}") == []
+    children = (await session.status()).children
+    assert [(await (await on_ray.open(sid)).status()).state for sid in children.values()] == ["Interrupted"]
+    assert await on_ray.supervisor().find_sandbox(session.id) is None
+    resumed = await session.resume()
+    assert resumed is not None
+    assert resumed.text == "resumed"
+
+
+async def test_an_actor_that_does_not_park_a_terminated_session_is_killed(on_ray: RayRuntime, marker: str) -> None:
+    session = await on_ray.create_session(scripted(bash(f"sleep {marker}"), "resumed"))
+    run = asyncio.create_task(session.run("go"))
+    await until(lambda: alive(f"sleep\0{marker}"), "the command runs")
+    owner = await pid_of(on_ray, session.id)
+    os.kill(owner, signal.SIGSTOP)
+    await asyncio.wait_for(session.terminate(), 90)
+    assert (await asyncio.wait_for(run, 60)).status is RunStatus.cancelled
+    assert (await session.status()).state == "Interrupted"
+
+
+async def test_claims_are_not_released_by_hand_on_ray(on_ray: RayRuntime) -> None:
+    session = await on_ray.create_session(scripted("ok"))
+    with pytest.raises(UsageError, match="Supervisor"):
+        await session.release_claim(1)
+
+
+async def test_a_cancel_and_a_creation_that_come_again_on_ray(on_ray: RayRuntime, marker: str) -> None:
+    agent = scripted(bash(f"sleep {marker}"), "resumed")
+    session = await on_ray.create_session(agent, request_id=f"create-{marker}")
+    assert (await on_ray.create_session(agent, request_id=f"create-{marker}")).id == session.id
+    run = asyncio.create_task(session.run("go"))
+    await until(lambda: alive(f"sleep\0{marker}"), "the command runs")
+    cancelled = await session.cancel("stop", request_id="C")
+    assert cancelled is not None
+    await run
+    resumed = await session.resume()
+    assert resumed is not None
+    assert resumed.text == "resumed"
+    assert await session.cancel("stop", request_id="C") == cancelled
+    assert (await session.status()).state == "Success"
