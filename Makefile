@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export RAY_ENABLE_UV_RUN_RUNTIME_ENV := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check bench clean install install-dev
+.PHONY: demo test core check bench clean install install-dev
 .DELETE_ON_ERROR:
 
 demo: install  ## the main job: a parent, two sub-agents, one sandbox, a scripted model
@@ -14,6 +14,9 @@ demo: install  ## the main job: a parent, two sub-agents, one sandbox, a scripte
 
 test: install-dev  ## every test, real Ray and real model included
 	$(BIN)/python -m pytest
+
+core: install-dev  ## the pure part of the tests: no Ray, no network, no processes; seconds
+	$(BIN)/python -m pytest tests/runtime -m "not slow" -q
 
 check: install-dev  ## lint, types, import directions
 	$(BIN)/ruff check .

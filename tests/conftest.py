@@ -8,18 +8,20 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import s3servers
-from realmodel import server
 
-from greenroom import AgentRuntime, PoolConfig, Runtime, connect
-from greenroom.actors.client import RayRuntime
+import greenroom  # Ray, boto3 and the model's server are loaded by the fixtures that need them: the core needs none
+from greenroom import AgentRuntime, Runtime
 from greenroom.runtime.ports import ObjectStore
 from greenroom.runtime.storage import MemoryObjectStore, SqliteObjectStore
 from greenroom.runtime.storage.files import FileObjectStore
 from greenroom.runtime.storage.s3 import S3ObjectStore
 from greenroom.testing import FakeSandboxes
+
+if TYPE_CHECKING:
+    from greenroom.actors.client import RayRuntime
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +89,8 @@ def pool_store(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> s
 @pytest.fixture
 async def on_ray(pool_store: str, home: Path) -> AsyncIterator[RayRuntime]:
     """A client of the shared pool."""
-    async with connect(storage=pool_store, namespace="tests", pool=PoolConfig(session_actors=2)) as runtime:
+    pool = greenroom.PoolConfig(session_actors=2)
+    async with greenroom.connect(storage=pool_store, namespace="tests", pool=pool) as runtime:
         yield runtime
 
 
@@ -99,13 +102,16 @@ async def edition(request: pytest.FixtureRequest, tmp_path: Path, home: Path) ->
             yield runtime
     else:
         store = request.getfixturevalue("pool_store")
-        async with connect(storage=store, namespace="tests", pool=PoolConfig(session_actors=2)) as on_ray:
+        pool = greenroom.PoolConfig(session_actors=2)
+        async with greenroom.connect(storage=store, namespace="tests", pool=pool) as on_ray:
             yield on_ray
 
 
 @pytest.fixture(scope="session")
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real S3 server with an empty bucket."""
+    import s3servers
+
     with s3servers.seaweedfs(tmp_path_factory.mktemp("weed")) as address:
         yield address
 
@@ -113,17 +119,29 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def moto_s3() -> Iterator[str]:
     """The address of another S3 server with an empty bucket."""
+    import s3servers
+
     with s3servers.moto() as address:
         yield address
 
 
-@pytest.fixture(params=["memory", "sqlite", "file", "seaweedfs", "moto"])
+@pytest.fixture(
+    params=[
+        "memory",
+        "sqlite",
+        "file",
+        pytest.param("seaweedfs", marks=pytest.mark.slow),
+        pytest.param("moto", marks=pytest.mark.slow),
+    ]
+)
 def object_store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], ObjectStore]:
     """Makes fresh, empty stores of every kind in turn."""
     if request.param in ("seaweedfs", "moto"):
         endpoint = request.getfixturevalue("seaweedfs" if request.param == "seaweedfs" else "moto_s3")
+        import s3servers
+
         for name, value in s3servers.credentials().items():
             monkeypatch.setenv(name, value)
         return lambda: S3ObjectStore(s3servers.BUCKET, f"{uuid.uuid4().hex}/", endpoint=endpoint, region="us-east-1")
@@ -137,5 +155,7 @@ def object_store(
 @pytest.fixture(scope="session")
 def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real OpenAI-compatible server with a small model on this machine."""
+    from realmodel import server
+
     with server.model_server(tmp_path_factory.mktemp("model")) as address:
         yield address

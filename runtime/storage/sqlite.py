@@ -243,10 +243,8 @@ def _connect(path: Path) -> sqlite3.Connection:
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
-        db.execute(
-            "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, body BLOB NOT NULL, etag TEXT NOT NULL)"
-            " WITHOUT ROWID"
-        )
+        # With a rowid: a table of keys alone would have every search read the bodies of the rows that it compares with.
+        db.execute("CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, body BLOB NOT NULL, etag TEXT NOT NULL)")
     except sqlite3.Error:
         db.close()
         raise

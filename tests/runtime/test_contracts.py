@@ -27,6 +27,8 @@ from greenroom.testing import (
     check_transcript_store,
 )
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[[], ObjectStore]
 
 

@@ -22,6 +22,8 @@ from greenroom.runtime.messages import Message
 from greenroom.runtime.storage import MemoryObjectStore, SqliteObjectStore
 from greenroom.testing import CrashFailure, CrashWorld, FakeSandboxes, Scenario, crash_everywhere
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 async def test_no_crash_breaks_a_promise(scenario: Scenario, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,7 @@ async def test_a_deletion_between_any_two_requests_of_a_run_leaves_nothing(home:
     assert at > (20 if verb == "run" else 5)
 
 
+@pytest.mark.slow
 async def test_a_deletion_meets_other_deletions_and_a_garbage_collection(home: Path) -> None:
     async def others(objects: ObjectStore) -> None:
         await delete_all(objects)
@@ -216,6 +217,7 @@ async def test_a_deletion_meets_other_deletions_and_a_garbage_collection(home: P
     assert at > 8
 
 
+@pytest.mark.slow
 async def test_a_garbage_collection_between_any_two_requests_takes_nothing_that_is_needed(home: Path) -> None:
     """Saves under way have put segments that no head refers to yet; a reader holds references from a moment ago."""
 

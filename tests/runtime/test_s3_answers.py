@@ -21,6 +21,8 @@ from greenroom.runtime.storage.probe import probe_conditions
 from greenroom.runtime.storage.s3 import S3ObjectStore
 from greenroom.testing import FakeSandboxes, strict_history
 
+pytestmark = pytest.mark.slow
+
 ROWS = json.loads((CASES / "C33_s3_answers.json").read_text())["rows"]
 
 

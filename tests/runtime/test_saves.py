@@ -199,6 +199,7 @@ async def test_losing_the_session_stops_the_model_at_once(home: Path, store: Fau
 # -- the size of a head
 
 
+@pytest.mark.slow
 async def test_a_head_stays_within_its_bound_at_its_fullest(home: Path) -> None:
     objects = MemoryObjectStore()
     largest = 0
@@ -288,6 +289,7 @@ async def test_a_request_id_that_no_receipt_can_carry_is_refused(home: Path, req
             await session.run("go", request_id=request_id)
 
 
+@pytest.mark.slow
 async def test_a_thousand_children_are_no_other_case(home: Path) -> None:
     objects = MemoryObjectStore()
     child = scripted("ok", name="child", sandbox=None, tools=ToolRegistry())
@@ -327,6 +329,7 @@ async def test_many_segments_are_folded_and_read_back(home: Path) -> None:
         strict_history(transcript.messages)
 
 
+@pytest.mark.slow
 async def test_writes_and_bytes_per_step_do_not_grow_with_the_history(home: Path) -> None:
     store = FaultyStore(MemoryObjectStore())
     sizes: list[int] = []
@@ -348,6 +351,7 @@ async def test_writes_and_bytes_per_step_do_not_grow_with_the_history(home: Path
     assert late < early * 1.3
 
 
+@pytest.mark.slow
 async def test_a_thousand_segments_and_sessions_are_no_other_case(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("greenroom.runtime.record.ROLL_BYTES", 10)
     objects = MemoryObjectStore()

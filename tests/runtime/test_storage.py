@@ -93,6 +93,7 @@ async def test_of_many_writers_exactly_one_wins_each_round(objects: ObjectStore)
         etag = won[0]
 
 
+@pytest.mark.slow
 def test_processes_share_a_sqlite_store_without_losing_a_write(tmp_path: Path) -> None:
     script = f"""
 import asyncio
