@@ -126,16 +126,17 @@ class RayRuntime(RuntimeFacade["RaySession"]):
 
     # -- lifetime
 
-    async def close(self, timeout: float = 10.0) -> None:
-        """Leaves the pool running, unless its Ray was started here. Harmless when called again."""
+    async def close(self, timeout: float = 10.0) -> tuple[str, ...]:
+        """Leaves the pool and its runs going, unless its Ray was started here. Harmless when called again."""
         if self._closed:
-            return
+            return ()
         self._closed = True
         if self._started_ray:
             if self._supervisor is not None:
                 await asyncio.wait([asyncio.ensure_future(self.stop_pool())], timeout=timeout)
             ray.shutdown()
         await self.storage.close()
+        return ()
 
     async def __aenter__(self) -> Self:
         await self.storage.probe()

@@ -37,6 +37,12 @@ from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.view import info_of
 from greenroom.runtime.workspace import remove_managed_workspace
 
+CLOSED = "runtime closed"
+"""The reason that sessions are parked with when their runtime is closed."""
+
+CLOSE_GRACE = 3.0
+"""Seconds that sandboxes, and runs that did not park in time, get to end."""
+
 R = TypeVar("R")
 
 
@@ -113,21 +119,28 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
 
     # -- lifetime
 
-    async def close(self, timeout: float = 10.0) -> None:
-        """Cancels what runs, ends the sandboxes, lets go of connections. Harmless when called again."""
+    async def close(self, timeout: float = 10.0) -> tuple[str, ...]:
+        """Cancels what runs, ends the sandboxes, lets go of connections. Harmless when called again.
+
+        Takes `timeout` seconds for the runs, and CLOSE_GRACE at most for the rest. Answers the ids of sessions whose
+        run would not end by then: they are left as they lie in the store, and `resume` takes them over.
+        """
         if self._closed:
-            return
+            return ()
         self._closed = self._host.lifetime.closed = True
         running = [driver for driver in list(self._drivers.values()) if driver.running]
-        await asyncio.gather(*(driver.cancel("runtime closed", timeout) for driver in running), return_exceptions=True)
+        parked = await asyncio.gather(*(driver.cancel(CLOSED, timeout) for driver in running), return_exceptions=True)
+        left = [driver for driver, end in zip(running, parked, strict=True) if isinstance(end, BaseException)]
+        for driver in left:
+            driver.tell_cancelled(CLOSED, hard=True)
         for task in self._runs:
             task.cancel()
-        if self._runs:
-            await asyncio.wait(self._runs, timeout=timeout)
-        await self._trees.close()
+        ending = [asyncio.ensure_future(self._trees.close()), *self._runs]
+        await asyncio.wait(ending, timeout=CLOSE_GRACE)
         for provider in [*self._providers.values(), *self._lasting_providers.values()]:
             await close_provider(provider)
         await self.storage.close()
+        return tuple(driver.session_id for driver in left if driver.running)
 
     async def __aenter__(self) -> Self:
         await self.storage.probe()

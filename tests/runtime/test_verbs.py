@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scenarios import own
 from scenes import bash, call, calls, results, scripted
 
 from greenroom import (
@@ -30,6 +31,7 @@ from greenroom import (
     TextDelta,
     ToolCallBlock,
     ToolRegistry,
+    UsageError,
 )
 from greenroom.runtime.events import EventBuffer
 from greenroom.runtime.ports import ObjectStore
@@ -342,3 +344,48 @@ async def test_a_request_id_is_checked_by_every_verb(runtime: AgentRuntime) -> N
     for verb in (session.cancel, session.resume):
         with pytest.raises(ConfigError, match="request id"):
             await verb(request_id="ü")
+
+
+# -- close
+
+
+async def test_closing_takes_its_time_and_no_more_and_says_what_was_left(home: Path) -> None:
+    started, objects = asyncio.Event(), MemoryObjectStore()
+    tools = ToolRegistry()
+
+    @tools.tool
+    async def stubborn() -> str:
+        started.set()
+        while not done.is_set():
+            try:
+                await asyncio.sleep(0.02)
+            except asyncio.CancelledError:
+                continue
+        return "x"
+
+    @tools.tool
+    def blocking() -> str:
+        started.set()
+        done.wait(30)
+        return "x"
+
+    done = threading.Event()
+    runtime = over(objects)
+    for number, name in enumerate(("stubborn", "blocking")):
+        started.clear()
+        session = await runtime.create_session(own(calls(call(name)), tools=tools), f"s{number}")
+        run = asyncio.create_task(session.run("go"))
+        run.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await started.wait()
+    began = asyncio.get_running_loop().time()
+    left = await runtime.close(0.2)
+    assert asyncio.get_running_loop().time() - began < 0.2 + 3.5
+    assert set(left) <= {"s0", "s1"}
+    assert await runtime.close() == ()
+    with pytest.raises(UsageError, match="closed"):
+        await session.run("again")
+    done.set()
+    async with over(objects) as second:
+        for sid in ("s0", "s1"):
+            await (await second.open(sid, own("x"))).cancel()
+            assert (await second.handle(sid).status()).state == "Interrupted"
