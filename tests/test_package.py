@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -87,3 +88,15 @@ def test_no_file_names_a_registry_or_a_machine() -> None:
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         assert line.startswith("#") or "==" in line, line
         assert "://" not in line
+
+
+def test_every_test_that_the_requirements_name_is_there() -> None:
+    page = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", page))
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 60
+    assert named - there == set()
