@@ -35,7 +35,6 @@ from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunStatus
 from greenroom.runtime.tools.output import clean
 from greenroom.runtime.tools.registry import Tool
-from greenroom.runtime.tools.schema import validate
 from greenroom.runtime.tools.toolbox import Toolbox, spawn_output
 from greenroom.runtime.tree_sandbox import CallSandbox
 
@@ -74,7 +73,7 @@ def open_batch(message: Message, record: Record, toolbox: Toolbox, limits: Limit
             if refusal is not None:
                 call = call.but(outcome=Outcome.error(refusal))
         calls.append(call)
-    return Batch(step=step, calls=tuple(calls))
+    return Batch.trusted(step=step, calls=tuple(calls))
 
 
 class BatchRun:
@@ -156,7 +155,7 @@ class BatchRun:
     async def _mark(self, call: CallRecord) -> CallRecord:
         """Notes that the call may begin from now on, and where; registers a child before it is created."""
         place = (await self._open_sandbox()).incarnation if call.runs_in == "sandbox" else InProcess
-        marked = call.but(started=Mark(place=place, epoch=self._record.head.epoch))
+        marked = call.but(started=Mark.trusted(place=place, epoch=self._record.head.epoch))
         self._put(marked)
         if call.spawns:
             self._record.head = self._record.head.with_child(call.key)
@@ -241,7 +240,7 @@ class BatchRun:
             progress=self._ports.emitter.progress(call.key),
             sandbox=self._call_sandbox(tool, call, limit),
         )
-        made = await tool.invoke(validate(tool.spec.arguments, call.arguments), context)
+        made = await tool.invoke(self._ports.toolbox.arguments(tool, call), context)
         return made if isinstance(made, Interrupt) else Outcome.of(made)
 
     async def _run_spawn(self, call: CallRecord) -> Outcome:

@@ -77,7 +77,7 @@ class ToolOutput(Value):
 
     @classmethod
     def of_text(cls, text: str, *, is_error: bool = False) -> ToolOutput:
-        return cls(content=(TextBlock(text=text),), is_error=is_error)
+        return cls.trusted(content=(TextBlock.trusted(text=text),), is_error=is_error)
 
 
 class Interrupt(Value):

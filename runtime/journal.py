@@ -56,7 +56,7 @@ class Outcome(Value):
 
     @classmethod
     def of(cls, output: ToolOutput, *, counts: bool = False) -> Outcome:
-        return cls(content=output.content, is_error=output.is_error, counts=counts)
+        return cls.trusted(content=output.content, is_error=output.is_error, counts=counts)
 
     @classmethod
     def error(cls, text: str, *, counts: bool = False) -> Outcome:
@@ -160,10 +160,10 @@ def results_message(batch: Batch) -> Message:
     blocks = []
     for record in batch.calls:
         assert record.outcome is not None, f"call {record.key} has no outcome"
-        blocks.append(
-            ToolResultBlock(call_id=record.call_id, content=record.outcome.content, is_error=record.outcome.is_error)
-        )
-    return Message(role="tool", content=tuple(blocks))
+        outcome = record.outcome
+        block = ToolResultBlock.trusted(call_id=record.call_id, content=outcome.content, is_error=outcome.is_error)
+        blocks.append(block)
+    return Message.trusted(role="tool", content=tuple(blocks))
 
 
 def placeholder_results(calls: Iterable[ToolCallBlock], text: str) -> Message:

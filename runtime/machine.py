@@ -186,7 +186,7 @@ def _model_replied(state: State, event: ModelReplied, _limits: Limits) -> Step:
         case "refusal" | "content_filter":
             return _fail(agent, FailureKind.content_filter, f"the model gave no answer: {event.stop_kind}"), (Stop(),)
     if event.calls:
-        return ToolExecuting(agent=agent, batch=agent.step), (RunBatch(),)
+        return ToolExecuting.trusted(agent=agent, batch=agent.step), (RunBatch(),)
     return Success(agent=agent.but(consecutive_failures=0, final_text=event.text)), (Stop(),)
 
 
@@ -208,7 +208,7 @@ def _batch_done(state: State, event: BatchDone, limits: Limits) -> Step:
         return _fail(agent, FailureKind.tool, message), (Stop(),)
     if agent.run_step >= limits.max_iter:
         return _exhausted(agent, limits), (Stop(),)
-    return Reasoning(agent=agent), (CallModel(),)
+    return Reasoning.trusted(agent=agent), (CallModel(),)
 
 
 def _asked(state: ToolExecuting, event: Asked, _limits: Limits) -> Step:

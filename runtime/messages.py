@@ -6,16 +6,32 @@ Plain frozen values with a JSON form (the wire names of api.md). Nothing here de
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticUndefined
 
 
 class Value(BaseModel):
     """Base of values that cross a border (store, actor, wire): frozen, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    @classmethod
+    def trusted(cls, **fields: Any) -> Self:
+        """A value of parts that are checked already; defaults are filled in, nothing is checked again.
+
+        For what the loop makes at every step: a quarter of the cost of the constructor.
+        """
+        defaults = _defaults(cls)
+        assert fields.keys() <= cls.__pydantic_fields__.keys(), f"{cls.__name__} has not all of {sorted(fields)}"
+        made = object.__new__(cls)
+        object.__setattr__(made, "__dict__", {**defaults, **fields})
+        object.__setattr__(made, "__pydantic_fields_set__", set(fields))
+        object.__setattr__(made, "__pydantic_extra__", None)
+        object.__setattr__(made, "__pydantic_private__", None)
+        return made
 
     def but(self, **changes: Any) -> Self:
         """This value with some fields changed; they are not checked again.
@@ -39,6 +55,13 @@ def _cut(text: str) -> str:
 
 
 ShortText: TypeAlias = Annotated[str, AfterValidator(_cut)]
+
+
+@cache
+def _defaults(cls: type[Value]) -> dict[str, Any]:
+    return {
+        name: info.default for name, info in cls.__pydantic_fields__.items() if info.default is not PydanticUndefined
+    }
 
 
 class TextBlock(Value):
@@ -111,7 +134,7 @@ class Usage(Value):
     cached_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(
+        return Usage.trusted(
             input_tokens=self.input_tokens + other.input_tokens,
             output_tokens=self.output_tokens + other.output_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,

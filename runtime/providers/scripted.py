@@ -109,7 +109,7 @@ def load_script(path: str, folder: str = ".") -> Scripted:
 
 def _call(call: dict[str, Any], call_no: int, index: int) -> ToolCallBlock:
     given = call.get("arguments")
-    raw = given if isinstance(given, str) else json.dumps(given or {})
+    raw = given if isinstance(given, str) else json.dumps(given) if given else "{}"
     return ToolCallBlock(
         id=call.get("id") or f"call_{call_no}_{index}", name=call["name"], arguments=_object(raw), raw_arguments=raw
     )

@@ -58,7 +58,9 @@ async def drive_to_end(world: CrashWorld) -> None:
         try:
             if info.state in ("Success", "Fail"):
                 return
-            if info.waiting_for is not None:
+            if info.owner is not None:
+                await session.resume()  # whoever it was is dead
+            elif info.waiting_for is not None:
                 yes = {"decision": "allow"} if info.waiting_for.kind == "approval" else "yes"
                 await session.answer(info.waiting_for.id, yes, request_id=f"answer-{info.revision}")
             elif info.state != "Ready":

@@ -22,8 +22,11 @@ class SpawnArguments(BaseModel):
 
 
 class Toolbox:
+    """Of one run: what was validated when a batch was opened is not validated again when it runs."""
+
     def __init__(self, agent: AgentConfig) -> None:
         self._agent = agent
+        self._validated: dict[str, BaseModel] = {}
         self.schemas = tuple(tool.schema for tool in agent.registry) + tuple(map(self._spawn_schema, agent.subagents))
 
     def find(self, name: str) -> Tool | None:
@@ -46,7 +49,7 @@ class Toolbox:
     def record(self, block: ToolCallBlock, key: str) -> CallRecord:
         """The call as it will run; one that cannot run carries its error as outcome already."""
         arguments = block.arguments if block.arguments is not None else parse_object(block.raw_arguments)
-        record = CallRecord(
+        record = CallRecord.trusted(
             key=key,
             call_id=block.id,
             name=block.name,
@@ -61,7 +64,7 @@ class Toolbox:
         if arguments is None:
             return _refused(record, f"Not run: {parse_problem(block.raw_arguments)}")
         try:
-            validate(tool.spec.arguments if tool else SpawnArguments, arguments)
+            self._validated[key] = validate(tool.spec.arguments if tool else SpawnArguments, arguments)
         except BadArguments as problem:
             return _refused(record, f"Not run, bad arguments: {problem}")
         if tool is None:
@@ -69,6 +72,11 @@ class Toolbox:
             return record.but(spawns=True, effect="idempotent", parallel=parallel)
         spec = tool.spec
         return record.but(effect=spec.effect, runs_in=spec.runs_in, may_interrupt=spec.may_interrupt)
+
+    def arguments(self, tool: Tool, call: CallRecord) -> BaseModel:
+        """The call's arguments as its tool takes them; each may be fetched once."""
+        found = self._validated.pop(call.key, None)
+        return found if found is not None else validate(tool.spec.arguments, call.arguments)
 
     def _spawn_schema(self, name: str) -> ToolSchema:
         child = self._agent.subagent(name)
