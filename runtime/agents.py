@@ -24,10 +24,14 @@ from greenroom.runtime.calls import SandboxSpec, compact_json
 from greenroom.runtime.config import AgentConfig, SubAgent, load_attribute
 from greenroom.runtime.errors import AgentUnavailable, ConfigError
 from greenroom.runtime.limits import Limits
+from greenroom.runtime.providers.anthropic import Anthropic
+from greenroom.runtime.providers.endpoint import Endpoint
 from greenroom.runtime.providers.openai import OpenAICompatible
 from greenroom.runtime.providers.scripted import Scripted
 from greenroom.runtime.tools.builtin import default_tools
 from greenroom.runtime.tools.registry import Tool, ToolRegistry, ToolSpec
+
+_ENDPOINTS: dict[type[Endpoint], str] = {OpenAICompatible: "openai", Anthropic: "anthropic"}
 
 _SPEC_FIELDS = (
     "name",
@@ -133,13 +137,9 @@ class _Packer:
         return {"type": "function", "function": function, "arguments": arguments, "spec": spec}
 
     def _part(self, part: object, name: str) -> dict[str, Any]:
-        if type(part) is OpenAICompatible:  # a subclass is its own: it travels by its class or by value
-            return {
-                "type": "openai",
-                "model": part.model,
-                "base_url": part.base_url,
-                "api_key_env": part.api_key_env,
-            }
+        for kind, name_of_kind in _ENDPOINTS.items():
+            if type(part) is kind:  # a subclass is its own: it travels by its class or by value
+                return {"type": name_of_kind, **part.settings()}
         if type(part) is Scripted and _is_plain(part.script):
             return {"type": "scripted", "script": list(part.script), "name": part.name}
         described = self._described(part)
@@ -228,8 +228,9 @@ class _Unpacker:
             return self._local(entry["local"])
         if "class" in entry:
             return self._load(entry["class"])(**entry["config"])
-        if entry["type"] == "openai":
-            return OpenAICompatible(entry["model"], entry["base_url"], entry["api_key_env"])
+        for kind, name_of_kind in _ENDPOINTS.items():
+            if entry["type"] == name_of_kind:
+                return kind(**{key: value for key, value in entry.items() if key != "type"})
         return Scripted(entry["script"], name=entry["name"])
 
     def _load(self, reference: str) -> Any:

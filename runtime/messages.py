@@ -180,6 +180,11 @@ class Message(Value):
         """Its JSON, made once: a message is written with every save until it is rolled into a segment."""
         return self.__pydantic_serializer__.to_json(self)
 
+    def but(self, **changes: Any) -> Self:
+        made = super().but(**changes)
+        vars(made).pop("encoded", None)
+        return made
+
     @classmethod
     def user(cls, text: str) -> Message:
         return cls(role="user", content=(TextBlock(text=text),))

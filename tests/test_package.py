@@ -16,8 +16,8 @@ import greenroom
 ROOT = Path(__file__).parents[1]
 
 PUBLIC = """
-AgentConfig AgentRuntime AgentUnavailable AlreadyExists CancelToken ClaimHeld ClusterError ConfigError Conflict
-Deleted Event ExecResult Failure FailureKind Fenced GreenroomError IllegalTransition ImageBlock Interrupt
+AgentConfig AgentRuntime AgentUnavailable AlreadyExists Anthropic CancelToken ClaimHeld ClusterError ConfigError
+Conflict Deleted Event ExecResult Failure FailureKind Fenced GreenroomError IllegalTransition ImageBlock Interrupt
 InterruptPending Limits MapResult Message MessageDelta ModelRequest NewerSchema NotFound OpenAICompatible PathRefused
 PendingCall PoolConfig PoolMismatch PreconditionFailed PreflightError ProposedCall ProviderError ReasoningBlock
 RedactedThinkingBlock RequestConflict RunFailed RunResult RunStatus Runtime SandboxConflict SandboxDied SandboxError

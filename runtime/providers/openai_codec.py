@@ -7,12 +7,11 @@ last chunk or inside a choice, errors in a 200, streams that simply end.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from greenroom.runtime.calls import ModelRequest
+from greenroom.runtime.calls import ModelRequest, ToolSchema
 from greenroom.runtime.messages import (
     Block,
     Delta,
@@ -31,6 +30,16 @@ from greenroom.runtime.messages import (
 )
 from greenroom.runtime.providers.failures import broken_stream, error_of_body
 from greenroom.runtime.providers.sse import server_events
+from greenroom.runtime.providers.strict import strict_schema
+from greenroom.runtime.providers.wire import (
+    Body,
+    count_of,
+    json_object,
+    mint_id,
+    object_of,
+    wire_arguments,
+    wire_history,
+)
 from greenroom.runtime.tools.output import clean
 
 STOP_KINDS: dict[str, StopKind] = {
@@ -51,7 +60,7 @@ async def decode_openai(chunks: AsyncIterable[bytes]) -> AsyncIterator[Delta]:
     Raises ProviderError: for an error in the body by its code; with kind provider_stream when the body ends without
     a finish reason or [DONE].
     """
-    body = _Peekable(chunks)
+    body = Body(chunks)
     if await body.starts_with_brace():
         async for delta in _decode_document(body):
             yield delta
@@ -61,7 +70,7 @@ async def decode_openai(chunks: AsyncIterable[bytes]) -> AsyncIterator[Delta]:
         if event.data.strip() == b"[DONE]":
             reply.terminated = True
             break
-        for delta in reply.take(_parse(event.data, reply)):
+        for delta in reply.take(json_object(event.data, emitted=reply.emitted)):
             yield delta
     if not reply.seen:
         raise broken_stream("the stream ended before any event", emitted=False)
@@ -72,7 +81,7 @@ async def decode_openai(chunks: AsyncIterable[bytes]) -> AsyncIterator[Delta]:
 
 async def _decode_document(body: AsyncIterable[bytes]) -> AsyncIterator[Delta]:
     reply = _Reply()
-    document = _parse(b"".join([chunk async for chunk in body]), reply)
+    document = json_object(b"".join([chunk async for chunk in body]), emitted=False)
     for choice in document.get("choices") or ():
         if isinstance(choice, dict) and isinstance(choice.get("message"), dict):
             choice["delta"] = choice["message"]
@@ -81,16 +90,6 @@ async def _decode_document(body: AsyncIterable[bytes]) -> AsyncIterator[Delta]:
     if reply.stop is None:
         raise broken_stream("the reply has neither a finished choice nor an error", emitted=reply.emitted)
     yield MessageDelta(reply.message())
-
-
-def _parse(data: bytes, reply: _Reply) -> dict[str, Any]:
-    try:
-        chunk = json.loads(data.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        raise broken_stream(f"the stream holds no valid JSON: {data[:200]!r}", emitted=reply.emitted) from None
-    if not isinstance(chunk, dict):
-        raise broken_stream(f"the stream holds no JSON object: {data[:200]!r}", emitted=reply.emitted)
-    return chunk
 
 
 @dataclass(slots=True)
@@ -139,9 +138,9 @@ class _Reply:
             return
         details = usage.get("prompt_tokens_details")
         self.usage = Usage(
-            input_tokens=_count(usage.get("prompt_tokens")),
-            output_tokens=_count(usage.get("completion_tokens")),
-            cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else None),
+            input_tokens=count_of(usage.get("prompt_tokens")),
+            output_tokens=count_of(usage.get("completion_tokens")),
+            cached_tokens=count_of(details.get("cached_tokens") if isinstance(details, dict) else None),
         )
 
     def _take_delta(self, delta: dict[str, Any]) -> list[Delta]:
@@ -201,9 +200,9 @@ class _Reply:
         used: set[str] = set()
         for call in self.calls:
             raw = clean("".join(call.arguments))
-            id = call.id if call.id and call.id not in used else f"call_{secrets.token_hex(8)}"
+            id = call.id if call.id and call.id not in used else mint_id()
             used.add(id)
-            content.append(ToolCallBlock(id=id, name=clean(call.name), arguments=_object(raw), raw_arguments=raw))
+            content.append(ToolCallBlock(id=id, name=clean(call.name), arguments=object_of(raw), raw_arguments=raw))
         return Message(
             role="assistant", content=tuple(content), stop=self.stop, stop_kind=self._stop_kind(), usage=self.usage
         )
@@ -213,43 +212,6 @@ class _Reply:
         if self.refused and not self.calls:
             return "refusal"
         return "tool_calls" if self.calls and kind in ("end", "other") else kind
-
-
-class _Peekable:
-    """A body whose first non-blank byte can be looked at."""
-
-    def __init__(self, chunks: AsyncIterable[bytes]) -> None:
-        self._chunks = aiter(chunks)
-        self._held = b""
-
-    async def starts_with_brace(self) -> bool:
-        async for chunk in self._chunks:
-            self._held += chunk
-            start = self._held.lstrip(b" \t\r\n")
-            if start and not b"\xef\xbb\xbf".startswith(start[:3]):
-                return start.removeprefix(b"\xef\xbb\xbf").startswith(b"{")
-        return False
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        if self._held:
-            yield self._held
-        async for chunk in self._chunks:
-            yield chunk
-
-
-def _object(raw: str) -> dict[str, Any] | None:
-    """The arguments a text stands for: "" is {}; cut or other text is None and never repaired."""
-    if not raw.strip():
-        return {}
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _text_of(content: Any) -> str:
@@ -263,31 +225,30 @@ def _text_of(content: Any) -> str:
 # -- from a request to a body ------------------------------------------------------------------------------------
 
 
-def encode_openai(request: ModelRequest, *, reasoning: bool = True) -> dict[str, Any]:
+def encode_openai(request: ModelRequest, *, reasoning: bool = True, strict: bool = False) -> dict[str, Any]:
     """The request's body without model and stream options, which belong to the endpoint.
 
     reasoning: whether `reasoning_content` goes back with the tool-call turns it came with (DeepSeek refuses a history
-    without it).
+    without it). strict: tools with strict schemas.
     """
     messages: list[dict[str, Any]] = []
     if request.system:
         messages.append({"role": "system", "content": request.system})
-    for message in request.messages:
+    for message in wire_history(request.messages):
         _encode_message(message, messages, reasoning=reasoning)
     body: dict[str, Any] = {"messages": messages}
     if request.tools:
-        body["tools"] = [
-            {
-                "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
-            }
-            for tool in request.tools
-        ]
+        body["tools"] = [{"type": "function", "function": _encode_tool(tool, strict=strict)} for tool in request.tools]
     if request.temperature is not None:
         body["temperature"] = request.temperature
     if request.max_tokens is not None:
         body["max_tokens"] = request.max_tokens
     return body
+
+
+def _encode_tool(tool: ToolSchema, *, strict: bool) -> dict[str, Any]:
+    made: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return made | ({"parameters": strict_schema(tool.parameters), "strict": True} if strict else {})
 
 
 def _encode_message(message: Message, messages: list[dict[str, Any]], *, reasoning: bool) -> None:
@@ -324,12 +285,6 @@ def _encode_assistant(message: Message, *, reasoning: bool) -> dict[str, Any] | 
             for call in calls
         ]
     return encoded
-
-
-def wire_arguments(call: ToolCallBlock) -> str:
-    """Always the text of a JSON object, whatever the model once sent: anything else poisons every later request."""
-    arguments = call.arguments if call.arguments is not None else {"_raw": call.raw_arguments}
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _encode_part(block: Block) -> dict[str, Any] | None:

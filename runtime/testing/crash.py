@@ -74,7 +74,7 @@ async def drive_to_end(world: CrashWorld) -> None:
                 return
         except SessionError:
             continue  # it has changed since it was looked at: somebody cancels it, say
-    raise Stuck(f"{MAX_VERBS} verbs did not bring the session to its end: it is {info.state}")
+    raise Stuck(f"{MAX_VERBS} verbs did not bring the session to its end: it is {(await session.status()).state}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.ports import ToolPolicy as ToolPolicy
     from greenroom.runtime.protocols import Runtime as Runtime
     from greenroom.runtime.protocols import Session as Session
+    from greenroom.runtime.providers import Anthropic as Anthropic
     from greenroom.runtime.providers import OpenAICompatible as OpenAICompatible
     from greenroom.runtime.providers import Scripted as Scripted
     from greenroom.runtime.results import Failure as Failure
@@ -99,6 +100,7 @@ _HOME = {
     "AgentRuntime": "embedded",
     "AgentUnavailable": "runtime.errors",
     "AlreadyExists": "runtime.errors",
+    "Anthropic": "runtime.providers",
     "CancelToken": "runtime.cancel",
     "ClaimHeld": "runtime.errors",
     "ClusterError": "runtime.errors",
@@ -184,6 +186,7 @@ __all__ = [
     "AgentRuntime",
     "AgentUnavailable",
     "AlreadyExists",
+    "Anthropic",
     "CancelToken",
     "ClaimHeld",
     "ClusterError",

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 
@@ -15,6 +15,7 @@ import typer
 
 from greenroom import console
 from greenroom.embedded import AgentRuntime
+from greenroom.runtime.errors import ClusterError
 from greenroom.runtime.protocols import Runtime, Session
 from greenroom.runtime.results import RunResult, RunStatus
 from greenroom.runtime.storage.storage import Storage
@@ -71,6 +72,17 @@ async def attach(url: str, namespace: str) -> AsyncIterator[Runtime]:
 
     async with connect(address="auto", storage=url, namespace=namespace) as runtime:
         yield runtime
+
+
+async def where_it_runs(url: str, owner: str | None, session: str, verb: Callable[[Session], Awaitable[T]]) -> T:
+    """The verb on the session's handle: on the Ray of its owner, or by the store alone when that is not there."""
+    kind, namespace, _ = f"{owner or ''}::".split(":", 2)
+    with contextlib.suppress(ClusterError):  # no Ray there: nobody runs it any more
+        if kind == "ray":
+            async with attach(url, namespace) as runtime:
+                return await verb(await runtime.open(session))
+    async with AgentRuntime(url) as embedded:
+        return await verb(embedded.handle(session))
 
 
 def namespace_of(url: str) -> str:

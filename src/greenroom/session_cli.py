@@ -6,7 +6,6 @@ list, show, and cancel of a session that nobody runs touch the store alone; a se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Annotated
 
 import typer
@@ -16,7 +15,6 @@ from greenroom.commands import (
     JsonOption,
     LocalOption,
     StoreOption,
-    attach,
     cancelling,
     open_runtime,
     open_storage,
@@ -24,9 +22,9 @@ from greenroom.commands import (
     report_or_nothing,
     run_work,
     show_text,
+    where_it_runs,
 )
-from greenroom.embedded import AgentRuntime
-from greenroom.runtime.errors import ClusterError, UnknownInterrupt
+from greenroom.runtime.errors import UnknownInterrupt
 from greenroom.runtime.results import RunResult
 from greenroom.runtime.sessions import list_sessions, read_head, read_transcript
 from greenroom.runtime.verbs import may_park
@@ -90,14 +88,7 @@ def session_cancel(
             head = await read_head(storage, session)
         if not may_park(head):
             return None
-        kind, namespace, _ = f"{head.owner or ''}::".split(":", 2)
-        with contextlib.suppress(ClusterError):  # no Ray there: nobody runs it any more, the store alone decides
-            if kind == "ray":
-                async with attach(url, namespace) as runtime:
-                    handle = await runtime.open(session)
-                    return await handle.cancel(reason)
-        async with AgentRuntime(url) as embedded:
-            return await embedded.handle(session).cancel(reason)
+        return await where_it_runs(url, head.owner, session, lambda handle: handle.cancel(reason))
 
     report_or_nothing(run_work(work(), as_json=as_json), session, as_json=as_json)
 
@@ -109,15 +100,8 @@ def session_terminate(session: SessionArgument, store: StoreOption = None) -> No
 
     async def work() -> None:
         async with open_storage(url) as storage:
-            owner = (await read_head(storage, session)).owner or ""
-        kind, namespace, _ = f"{owner}::".split(":", 2)
-        with contextlib.suppress(ClusterError):
-            if kind == "ray":
-                async with attach(url, namespace) as runtime:
-                    await (await runtime.open(session)).terminate()
-                    return
-        async with AgentRuntime(url) as embedded:
-            await embedded.handle(session).terminate()
+            owner = (await read_head(storage, session)).owner
+        await where_it_runs(url, owner, session, lambda handle: handle.terminate())
 
     asyncio.run(work())
     console.err.print(f"terminated {session}")
@@ -175,18 +159,11 @@ def session_delete(session: SessionArgument, store: StoreOption = None) -> None:
     url = load_settings(store=store).store
 
     async def work() -> None:
-        owner = ""
+        owner = None
         async with open_storage(url) as storage:
             if not await storage.is_tombstone(session):  # one that was cut off is gone on with
-                owner = (await read_head(storage, session)).owner or ""
-        kind, namespace, _ = f"{owner}::".split(":", 2)
-        with contextlib.suppress(ClusterError):
-            if kind == "ray":
-                async with attach(url, namespace) as runtime:
-                    await (await runtime.open(session)).delete()
-                    return
-        async with AgentRuntime(url) as embedded:
-            await embedded.handle(session).delete()
+                owner = (await read_head(storage, session)).owner
+        await where_it_runs(url, owner, session, lambda handle: handle.delete())
 
     asyncio.run(work())
     console.err.print(f"deleted {session}")

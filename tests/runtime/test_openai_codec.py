@@ -53,7 +53,8 @@ def chunk(delta: Any = None, finish: str | None = None, **more: Any) -> dict[str
 
 
 def case_bodies() -> list[Path]:
-    return sorted(path for path in CASES.glob("C*") if path.suffix in (".sse", ".json") and _expected(path).exists())
+    bodies = (path for path in CASES.glob("C*") if path.suffix in (".sse", ".json") and _expected(path).exists())
+    return sorted(path for path in bodies if "anthropic" not in path.stem)
 
 
 def _expected(path: Path) -> Path:

@@ -383,7 +383,7 @@ async def test_closing_takes_its_time_and_no_more_and_says_what_was_left(home: P
     assert set(left) <= {"s0", "s1"}
     assert await runtime.close() == ()
     with pytest.raises(UsageError, match="closed"):
-        await session.run("again")
+        await runtime.create_session(own("x"))
     done.set()
     async with over(objects) as second:
         for sid in ("s0", "s1"):

@@ -1,0 +1,65 @@
+"""Anthropic: the Messages API, at Anthropic and at every endpoint that speaks its dialect (anthropic_codec.py)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterable, AsyncIterator
+from typing import Any
+
+from greenroom.runtime.calls import ModelRequest
+from greenroom.runtime.messages import Delta
+from greenroom.runtime.providers.anthropic_codec import decode_anthropic, encode_anthropic
+from greenroom.runtime.providers.endpoint import TOTAL_TIMEOUT, Endpoint
+
+DEFAULT_BASE_URL = "https://api.anthropic.com"
+API_VERSION = "2023-06-01"
+
+
+class Anthropic(Endpoint):
+    """An endpoint and a model of it.
+
+    base_url: without /v1; None takes ANTHROPIC_BASE_URL or Anthropic itself, now. With a base_url and no key none is
+    sent. thinking_tokens: budget for extended thinking, None for none.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base_url: str | None = None,
+        api_key_env: str = "ANTHROPIC_API_KEY",
+        *,
+        thinking_tokens: int | None = None,
+        max_concurrent: int | None = None,
+        requests_per_minute: float | None = None,
+        total_timeout: float = TOTAL_TIMEOUT,
+    ) -> None:
+        named = base_url or os.environ.get("ANTHROPIC_BASE_URL") or DEFAULT_BASE_URL
+        super().__init__(
+            model,
+            named.rstrip("/").removesuffix("/v1"),
+            api_key_env,
+            max_concurrent=max_concurrent,
+            requests_per_minute=requests_per_minute,
+            total_timeout=total_timeout,
+        )
+        self.thinking_tokens = thinking_tokens
+        self.needs_key = self.base_url == DEFAULT_BASE_URL
+
+    def url(self) -> str:
+        return f"{self.base_url}/v1/messages"
+
+    def body(self, request: ModelRequest) -> dict[str, Any]:
+        body = {**encode_anthropic(request), "stream": True}
+        if self.thinking_tokens:
+            body["thinking"] = {"type": "enabled", "budget_tokens": self.thinking_tokens}
+            body["max_tokens"] = max(body["max_tokens"], self.thinking_tokens + 1)
+        return body
+
+    def headers(self, key: str | None) -> dict[str, str]:
+        return {"anthropic-version": API_VERSION, **({"x-api-key": key} if key else {})}
+
+    def decode(self, chunks: AsyncIterable[bytes]) -> AsyncIterator[Delta]:
+        return decode_anthropic(chunks)
+
+    def settings(self) -> dict[str, Any]:
+        return self._common_settings() | {"thinking_tokens": self.thinking_tokens}
