@@ -28,6 +28,7 @@ check: install-dev  ## lint, types, import directions
 bench: install-dev  ## JSON lines; ratios count, milliseconds do not
 	$(BIN)/python benchmarks/activation.py
 	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python benchmarks/over_http.py
 	$(BIN)/python benchmarks/storage.py
 
 install: $(VENV)/.installed

@@ -214,6 +214,9 @@ class _ParkedChildren:
     async def wait(self, child_id: str) -> RunResult:
         raise UsageError("a client waits for no sub-agents")
 
+    def abandon(self) -> None:
+        """None runs here."""
+
     async def cancel(self, child_id: str, reason: str) -> None:
         outcome = await self._runtime.supervisor().cancel(child_id, reason, None)
         if outcome is None and await self._runtime.storage.checkpoints.read(child_id) is not None:
@@ -301,8 +304,11 @@ class RaySession(BlockingSession):
     async def terminate(self, *, request_id: str | None = None) -> None:
         """Ends what runs at once, with everything below it and in a root's sandbox; parked as Interrupted."""
         supervisor = self._runtime.supervisor()
-        if await supervisor.terminate(self.id, TERMINATED) is None:
+        outcome = await supervisor.terminate(self.id, TERMINATED)
+        if outcome is None:
             await self._runtime.driver(self.id).cancel(TERMINATED, None, hard=True)
+        else:
+            outcome.unwrap()
         if root_of(self.id) == self.id:
             await supervisor.close_sandbox(self.id)
 

@@ -232,6 +232,9 @@ class _RemoteChildren:
         assert result is not None, "a child's run always has a result"
         return result
 
+    def abandon(self) -> None:
+        """They run in actors of their own, where the next owner finds them."""
+
     async def cancel(self, child_id: str, reason: str) -> None:
         outcome = await self._supervisor.cancel(child_id, reason, None)
         if outcome is None and await self._host.storage.checkpoints.read(child_id) is not None:

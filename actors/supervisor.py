@@ -177,14 +177,14 @@ class SupervisorHost:
 
     async def terminate(self, session_id: str, reason: str) -> Outcome | None:
         """As cancel; an actor that has not parked the session in time is killed, and its successor parks it."""
+        live = self._live.get(session_id)
         try:
             async with asyncio.timeout(TERMINATE_WAIT):
                 return await self.cancel(session_id, reason, None)
         except TimeoutError:
-            live = self._live.get(session_id)
-        if live is None:
-            return None
-        if live.actor is not None:
+            if live is None:
+                return None
+        if self._live.get(session_id) is live and live.actor is not None:
             ray.kill(live.actor.handle)
         return await asyncio.shield(live.outcome)
 

@@ -6,6 +6,7 @@ ended. Which verb is legal is not decided here (verbs.py), nor in what order ver
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,7 +65,10 @@ class Activation:
             )
 
     async def load(self, head: Head, etag: str) -> Record:
-        return await Record.load(self._host.storage, self._host.ids, head, etag)
+        """The session to be changed: whatever is saved of it carries this host's fence."""
+        record = await Record.load(self._host.storage, self._host.ids, head, etag)
+        record.update(host_fence=self._host.host_fence)
+        return record
 
     async def begin(self, plan: Plan, head: Head, etag: str, claim: Claim, agent: AgentConfig | None) -> Begun | None:
         """Acquires the session and makes the plan's change durable; None when somebody else was faster.
@@ -87,8 +91,10 @@ class Activation:
         if not plan.take_over:
             record.own(host.owner, host.clock.time())
         if plan.take_over and head.claim is not None and head.claim.given:
+            if claim.request_id != head.claim.request_id:
+                record.also_answers.append(claim)
             claim = head.claim  # the run still answers the request that began it
-        record.update(claim=claim, agent=digest, sandbox=sandbox, host_fence=host.host_fence)
+        record.update(claim=claim, agent=digest, sandbox=sandbox)
         if head.cancel is not None:
             return Begun(record, agent, (), plan.take_over)
         effects = apply_plan(record, plan, agent.limits)
@@ -118,6 +124,7 @@ class Activation:
                 await Loop(record, agent, ports).run(begun.effects)
             result = result_of(record.head)
         except Exception as error:  # a store or a sandbox that is lost; the session goes on from what is durable
+            children.abandon()
             failed = _broken_off(record.head, error)
             emitter.emit("run_finished", result=failed.result)
             raise failed from error
@@ -149,6 +156,7 @@ class Activation:
         """Lets go of a session: nobody owns it, and whoever did is fenced off."""
         record = Record(self._host.storage, self._host.ids, head, etag, ())
         record.own(None, self._host.clock.time())
+        record.update(host_fence=self._host.host_fence)
         await record.save()
 
     async def _take_over(self, seen: Head) -> tuple[Head, str] | None:
@@ -156,7 +164,8 @@ class Activation:
         head, etag = await self._host.storage.checkpoints.acquire(self.session_id, self._host.owner)
         head = await self._host.storage.gathered(head)
         if not in_flight(head.state) and head.cancel is None:
-            await self.release(head, etag)
+            with contextlib.suppress(Conflict, Fenced):  # somebody else has it by now: it is looked at again
+                await self.release(head, etag)
             return None
         return head, etag
 

@@ -100,6 +100,10 @@ class _Packer:
         document = {
             "name": agent.name,
             "provider": self._part(agent.llm, f"{agent.name}/provider"),
+            "fallbacks": [
+                self._part(provider, f"{agent.name}/fallback/{number}")
+                for number, provider in enumerate(agent.providers[1:])
+            ],
             "system_prompt": agent.system_prompt,
             "temperature": agent.temperature,
             "max_tokens": agent.max_tokens,
@@ -187,6 +191,7 @@ class _Unpacker:
         agent = AgentConfig(
             name=document["name"],
             provider=self._part(document["provider"]),
+            fallbacks=[self._part(entry) for entry in document.get("fallbacks", ())],
             system_prompt=document["system_prompt"],
             temperature=document["temperature"],
             max_tokens=document["max_tokens"],

@@ -73,9 +73,11 @@ class CallGroup(Generic[T]):
         return not self._left
 
     async def stop(self) -> None:
-        """Cancels what still runs; returns when it is over, or after the grace."""
+        """Cancels what still runs; returns when it is over, or after the grace. A second time it returns at once."""
+        if self._stopped:
+            return
         self._stopped = True
-        running = [call.task for call in self._calls.values() if not call.task.done()]
+        running = [call.task for call in self._calls.values() if not (call.over or call.task.done())]
         for call in self._calls.values():
             if call.forget_alarm is not None:
                 call.forget_alarm()

@@ -10,6 +10,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 
 class CancelToken:
@@ -49,10 +50,16 @@ class CancelToken:
         self._reason = reason
         self._cancelled = True
         callbacks, self._callbacks = self._callbacks, {}
-        for callback in callbacks.values():
-            callback()
-        for child in list(self._children or ()):
-            child.cancel(reason, hard=hard)
+        errors: list[Exception] = []
+        tellings: list[Callable[[], object]] = list(callbacks.values())
+        tellings += [partial(child.cancel, reason, hard=hard) for child in self._children or ()]
+        for tell in tellings:
+            try:
+                tell()
+            except Exception as error:  # the others are told all the same
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     @property
     def cancelled(self) -> bool:

@@ -96,6 +96,10 @@ class LocalChildren:
     async def wait(self, child_id: str) -> RunResult:
         return await asyncio.shield(self._runs[child_id])
 
+    def abandon(self) -> None:
+        for run in self._runs.values():
+            run.cancel()
+
     async def cancel(self, child_id: str, reason: str) -> None:
         if child_id in self._tokens:
             self._tokens[child_id].cancel(reason)  # also a run that has only just been asked for

@@ -24,7 +24,7 @@ from greenroom.runtime.providers import provider_from_string
 from greenroom.runtime.tools.registry import Tool, ToolRegistry
 
 SANDBOX_KINDS = ("host", "bubblewrap")
-NOT_YET = ("fallbacks", "skills", "middleware", "compactor")
+NOT_YET = ("skills", "middleware", "compactor")
 """Fields of the API that this version refuses instead of ignoring."""
 
 
@@ -45,7 +45,8 @@ class SubAgent:
 class AgentConfig:
     """What an agent is. Required: name, provider. See api.md for every field.
 
-    provider: a provider or "openai:MODEL", "scripted:FILE.yaml"; sandbox: a kind, a SandboxSpec or None; subagents:
+    provider: a provider or "openai:MODEL", "scripted:FILE.yaml"; fallbacks: further ones, tried in order when one fails
+    for good; sandbox: a kind, a SandboxSpec or None; subagents:
     tool name to SubAgent, a bare AgentConfig or "self". Raises ConfigError.
     """
 
@@ -60,7 +61,7 @@ class AgentConfig:
     limits: Limits = field(default_factory=Limits)
     durability: Literal["effects", "step"] = "effects"
     capture_content: Literal["none"] = "none"
-    fallbacks: Iterable[Any] = ()
+    fallbacks: Iterable[LlmProvider | str] = ()
     skills: Iterable[Any] = ()
     middleware: Iterable[Any] = ()
     policy: ToolPolicy | None = None
@@ -81,7 +82,8 @@ class AgentConfig:
             raise ConfigError(f"agent {self.name!r}: limits is no Limits(...)")
         if self.policy is not None and not hasattr(self.policy, "judge"):
             raise ConfigError(f"agent {self.name!r}: the policy {self.policy!r} has no `judge`", hint="See ToolPolicy")
-        self._set("provider", self._checked_provider())
+        self._set("provider", self._checked_provider(self.provider))
+        self._set("fallbacks", tuple(map(self._checked_provider, self.fallbacks)))
         self._set("tools", ToolRegistry(self.tools))
         self._set("sandbox", self._checked_sandbox())
         self._set("subagents", self._checked_subagents())
@@ -92,6 +94,12 @@ class AgentConfig:
     def llm(self) -> LlmProvider:
         assert not isinstance(self.provider, str)
         return self.provider
+
+    @property
+    def providers(self) -> tuple[LlmProvider, ...]:
+        """The provider and its fallbacks, in the order they are tried."""
+        assert isinstance(self.fallbacks, tuple)
+        return (self.llm, *self.fallbacks)
 
     @property
     def registry(self) -> ToolRegistry:
@@ -170,8 +178,8 @@ class AgentConfig:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _checked_provider(self) -> LlmProvider:
-        provider = provider_from_string(self.provider) if isinstance(self.provider, str) else self.provider
+    def _checked_provider(self, given: LlmProvider | str) -> LlmProvider:
+        provider = provider_from_string(given) if isinstance(given, str) else given
         if not callable(getattr(provider, "stream", None)):
             raise ConfigError(
                 f"agent {self.name!r}: {type(provider).__name__} is no provider",

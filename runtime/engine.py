@@ -40,6 +40,9 @@ from greenroom.runtime.workspace import remove_managed_workspace
 CLOSED = "runtime closed"
 """The reason that sessions are parked with when their runtime is closed."""
 
+TERMINATE_TIMEOUT = 10.0
+"""Seconds that a terminated session gets to park before that is given up."""
+
 CLOSE_GRACE = 3.0
 """Seconds that sandboxes, and runs that did not park in time, get to end."""
 
@@ -130,7 +133,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         self._closed = self._host.lifetime.closed = True
         running = [driver for driver in list(self._drivers.values()) if driver.running]
         parked = await asyncio.gather(*(driver.cancel(CLOSED, timeout) for driver in running), return_exceptions=True)
-        left = [driver for driver, end in zip(running, parked, strict=True) if isinstance(end, BaseException)]
+        left = [driver for driver, end in zip(running, parked, strict=True) if not isinstance(end, RunResult)]
         for driver in left:
             driver.tell_cancelled(CLOSED, hard=True)
         for task in self._runs:
@@ -140,7 +143,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         for provider in [*self._providers.values(), *self._lasting_providers.values()]:
             await close_provider(provider)
         await self.storage.close()
-        return tuple(driver.session_id for driver in left if driver.running)
+        return tuple(driver.session_id for driver in left)
 
     async def __aenter__(self) -> Self:
         await self.storage.probe()
@@ -163,8 +166,8 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
             driver = self._drivers[session_id] = SessionDriver(session_id, self._host, agent)
         elif agent is not None:
             driver.agent = agent
-        if agent is not None:
-            self._remember(agent.llm)
+        for provider in agent.providers if agent is not None else ():
+            self._remember(provider)
         return driver
 
     def handle(self, session_id: str) -> EmbeddedSession:
@@ -172,13 +175,13 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         return EmbeddedSession(self, self._driver(session_id, None))
 
     async def terminate(self, driver: SessionDriver) -> None:
-        """Parks the driver's session at once, and ends everything that runs in a root's sandbox."""
+        """Parks the driver's session at once, and ends everything that runs in a root's sandbox; raises SessionBusy."""
         sid = driver.session_id
         is_root = root_of(sid) == sid
         for other in list(self._drivers.values()) if is_root else ():
             if root_of(other.session_id) == sid:
                 other.tell_cancelled(TERMINATED, hard=True)
-        await driver.cancel(TERMINATED, None, hard=True)
+        await driver.cancel(TERMINATED, TERMINATE_TIMEOUT, hard=True)
         if is_root:
             await self._trees.close_one(sid)
 

@@ -116,9 +116,10 @@ def call_key(session_id: str, epoch: int, step: int, index: int) -> str:
     return f"{session_id}/{epoch}/{step}/{index}"
 
 
-def call_digest(tool: str, arguments: dict[str, Any]) -> str:
-    """Digest of (tool, final arguments); a sandbox refuses a call key that returns with another one."""
-    return hashlib.sha256(compact_json([tool, arguments]).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+def call_digest(tool: str, arguments: dict[str, Any]) -> tuple[str, int]:
+    """Digest of (tool, final arguments), and their bytes; a sandbox refuses a call key that returns with another."""
+    canonical = compact_json([tool, arguments]).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(canonical).hexdigest()[:32], len(canonical)
 
 
 class Recovery(Enum):

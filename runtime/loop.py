@@ -38,7 +38,7 @@ from greenroom.runtime.machine import (
     RunBatch,
     Stop,
 )
-from greenroom.runtime.messages import Message, TextBlock, Usage
+from greenroom.runtime.messages import Message, TextBlock, Usage, storable
 from greenroom.runtime.model_call import Broken, Cut, call_model
 from greenroom.runtime.policy import BrokenPolicy, judged
 from greenroom.runtime.ports import Children, Clock, IdSource, TreeSandboxes
@@ -70,6 +70,7 @@ class Loop:
         self._agent = agent
         self._ports = ports
         self._toolbox = Toolbox(agent)
+        self._fallback = 0  # the provider that was last called
 
     async def run(self, effects: tuple[Effect, ...]) -> State:
         """From these effects to the stop; the stop is durable when it returns. Raises StorageError."""
@@ -110,19 +111,26 @@ class Loop:
             temperature=self._agent.temperature,
             max_tokens=self._agent.max_tokens,
         )
-        reply = await call_model(self._agent.llm, request, ports.cancel, ports.emitter)
+        providers = self._agent.providers
+        chosen = min(agent.fallback, len(providers) - 1)  # another agent with fewer may have come since
+        if chosen and chosen != self._fallback:
+            ports.emitter.emit("notice", kind="fallback", provider=chosen)
+        self._fallback = chosen
+        reply = await call_model(providers[chosen], request, ports.cancel, ports.emitter)
         match reply:
             case Cut(text=text):
                 return await self._cancel_seen(text, called=True)
             case Broken(error=error, text=text):
                 if error.emitted:
-                    ports.emitter.emit("reset", durable_write_no=self._record.head.write_no)
+                    ports.emitter.emit("reset", durable_write_no=self._record.durable_write_no)
                 failure = Failure(kind=FailureKind(error.kind), message=str(error), retryable=error.retryable)
-                return ModelFailed(failure, error.retry_after, text or None)
+                left = len(providers) - 1 - chosen
+                return ModelFailed(failure, error.retry_after, text or None, left)
             case message:
                 return self._model_replied(message)
 
     def _model_replied(self, message: Message) -> Event:
+        message = storable(message)
         kind, calls = message.stop_kind or "end", message.tool_calls
         if message.content:
             self._record.append(message)
@@ -149,9 +157,12 @@ class Loop:
         ports, head = self._ports, self._record.head
         assert head.batch is not None, "a batch runs only while one is open"
         try:
-            self._record.update(batch=await judged(head.batch, self._agent.policy, head.session_id))
+            async with cut_off_by(ports.cancel) as cut:
+                self._record.update(batch=await judged(head.batch, self._agent.policy, head.session_id))
         except BrokenPolicy as error:
             return Broke(Failure(kind=FailureKind.middleware, message=str(error), retryable=False))
+        if cut.happened:
+            return await self._cancel_seen()
         batch_ports = BatchPorts(
             self._toolbox, ports.sandboxes, ports.children, ports.emitter, ports.clock, ports.cancel
         )

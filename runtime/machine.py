@@ -52,11 +52,15 @@ class ModelReplied:
 
 @dataclass(frozen=True, slots=True)
 class ModelFailed:
-    """`text`: what the try had said; kept as the run's last word when it is the last try, dropped otherwise."""
+    """`text`: what the try had said; kept as the run's last word when it is the last try, dropped otherwise.
+
+    fallbacks: providers that are left to be tried.
+    """
 
     failure: Failure
     retry_after: float | None = None
     text: str | None = None
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,7 @@ def status_of(state: State) -> RunStatus:
 
 
 def _user_said(state: State, _event: UserSaid, _limits: Limits) -> Step:
-    return Ready(agent=state.agent.but(run_step=0, consecutive_failures=0, final_text=None)), ()
+    return Ready(agent=state.agent.but(run_step=0, consecutive_failures=0, final_text=None, fallback=0)), ()
 
 
 def _reason(state: State, _event: object, limits: Limits) -> Step:
@@ -194,6 +198,9 @@ def _model_failed(state: State, event: ModelFailed, limits: Limits) -> Step:
     failures = state.agent.consecutive_failures + 1
     agent = state.agent.but(call_no=state.agent.call_no + 1, consecutive_failures=failures)
     if not event.failure.retryable or failures >= limits.max_consecutive_fail:
+        if event.fallbacks:
+            agent = agent.but(fallback=agent.fallback + 1, consecutive_failures=0)
+            return Reasoning(agent=agent), (CallModel(),)
         agent = agent.but(final_text=event.text or agent.final_text)
         return Fail(agent=agent, failure=event.failure), (Stop(),)
     return Reasoning(agent=agent), (BackOff(failures, event.failure, event.retry_after), CallModel())

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticSerializationError, PydanticUndefined
 
 
 class Value(BaseModel):
@@ -180,6 +180,10 @@ class Message(Value):
         """Its JSON, made once: a message is written with every save until it is rolled into a segment."""
         return self.__pydantic_serializer__.to_json(self)
 
+    def __getstate__(self) -> dict[Any, Any]:
+        state = super().__getstate__()
+        return state | {"__dict__": {key: value for key, value in state["__dict__"].items() if key != "encoded"}}
+
     def but(self, **changes: Any) -> Self:
         made = super().but(**changes)
         vars(made).pop("encoded", None)
@@ -188,6 +192,23 @@ class Message(Value):
     @classmethod
     def user(cls, text: str) -> Message:
         return cls(role="user", content=(TextBlock(text=text),))
+
+
+def storable(message: Message) -> Message:
+    """The message without lone surrogates, in whatever part of it a model put them: no store takes them."""
+    try:
+        _ = message.encoded
+    except PydanticSerializationError:
+        return Message.model_validate(_without_surrogates(message.model_dump()))
+    return message
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    return [_without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ result; "ask" parks the run until someone decides.
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ async def judged(batch: Batch, policy: ToolPolicy | None, session_id: str) -> Ba
 
 
 async def _verdicts(policy: ToolPolicy, session_id: str, calls: list[CallRecord]) -> list[Verdict]:
-    proposed = tuple(ProposedCall(call.key, call.name, call.arguments, call.effect) for call in calls)
+    proposed = tuple(ProposedCall(call.key, call.name, deepcopy(call.arguments), call.effect) for call in calls)
     try:
         verdicts = list(await policy.judge(session_id, proposed))
     except Exception as error:

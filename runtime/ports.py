@@ -199,6 +199,13 @@ class Children(Protocol):
         """Returns once the child and everything below it is parked."""
         ...
 
+    def abandon(self) -> None:
+        """The parent has lost its session: what this process drives of its children ends as if the process had.
+
+        They are not parked: whoever goes on with the parent goes on with them.
+        """
+        ...
+
 
 class ChildHost(Protocol):
     """Gives a session its Children."""

@@ -34,7 +34,8 @@ HEAD_BYTES = 40 * 1024
 class Record:
     """`head` is what the next save will write; `messages` the whole transcript.
 
-    durable_write_no: the last write known to have landed. on_lost: called at once when a write finds that the session
+    durable_write_no: the last write known to have landed; also_answers: further requests that this run's end answers.
+    on_lost: called at once when a write finds that the session
     is not ours any more, or cannot be stored.
     """
 
@@ -42,6 +43,7 @@ class Record:
         self.head = head
         self.messages = list(messages)
         self.durable_write_no = head.write_no
+        self.also_answers: list[Claim] = []
         self.on_lost: Callable[[], None] = lambda: None
         self._storage = storage
         self._ids = ids
@@ -103,14 +105,15 @@ class Record:
 
         claim: the request, the one that the run answers unless given.
         """
-        claim = claim or self.head.claim
-        if claim is None or not claim.given:
+        claims = [claim] if claim is not None else [self.head.claim, *self.also_answers]
+        given = [made for made in claims if made is not None and made.given]
+        if not given:
             return self.head.receipts
         blob = await self._storage.put_blob(self.head.session_id, answer.model_dump_json().encode(), self._blobs)
         if blob is None:
             return self.head.receipts
-        receipt = Receipt(request_id=claim.request_id, digest=claim.digest, blob=blob)
-        return (*self.head.receipts, receipt)[-KEPT_RECEIPTS:]
+        fresh = (Receipt(request_id=made.request_id, digest=made.digest, blob=blob) for made in given)
+        return (*self.head.receipts, *fresh)[-KEPT_RECEIPTS:]
 
     async def mark_cancelled(self, reason: str, now: float) -> None:
         """The first act of a cancellation: from here on nobody goes on with this run, whatever dies."""
@@ -181,9 +184,10 @@ def _estimate(head: Head, inline_bytes: int) -> int:
     """About the size of the head in bytes, never much below it; cheap while it is small."""
     rough = inline_bytes + 100 * len(head.segments) + 300 * len(head.receipts) + 16 * len(head.spawned) + 4096
     if head.batch is not None:
-        rough += sum(1600 + (call.size if call.arguments_blob is None else 0) for call in head.batch.calls)
+        for call in head.batch.calls:
+            rough += 1600 + len(call.call_id) + len(call.name) + (call.size if call.arguments_blob is None else 0)
         rough += sum(len(call.question.model_dump_json()) for call in head.batch.calls if call.question is not None)
-    return rough if rough <= HEAD_BYTES else len(head.encode())
+    return rough if rough <= HEAD_BYTES // 2 else len(head.encode())
 
 
 def _size(message: Message) -> int:

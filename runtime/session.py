@@ -48,10 +48,14 @@ RACE_ATTEMPTS = 20
 
 @dataclass(slots=True)
 class _Active:
-    """The verb this process is driving; `result` once it is over and was not refused."""
+    """The verb this process is driving; `result` once it is over and was not refused.
+
+    broken: whether its run was broken off by a store or a sandbox, and came to no stop.
+    """
 
     over: asyncio.Event = field(default_factory=asyncio.Event)
     result: RunResult | None = None
+    broken: bool = False
 
 
 class SessionDriver:
@@ -237,6 +241,7 @@ class SessionDriver:
                     active.result = result
                 except RunFailed as failed:
                     active.result = failed.result
+                    active.broken = failed.resumable
                     raise
                 finally:
                     self._active = None
@@ -273,12 +278,14 @@ class SessionDriver:
             raise SessionNotFound(f"session {self.session_id!r} is being deleted", session_id=self.session_id)
 
     async def _parked(self, active: _Active | None, reason: str, *, again: bool) -> RunResult | None:
-        """The end of the verb that runs; one that came to ask someone just then is parked too."""
+        """The end of the verb that runs; what it left to others, waiting for an answer or broken off is parked too."""
         if active is None:
             return await self._park(reason, again=again)
         await active.over.wait()
-        suspended = active.result is not None and active.result.status is RunStatus.suspended
-        return await self._park(reason, again=again) if suspended else active.result
+        result = active.result
+        if result is None or active.broken or result.status is RunStatus.suspended:
+            return await self._park(reason, again=again)
+        return result
 
     async def _park(self, reason: str, *, again: bool = False) -> RunResult | None:
         async with self._turn:

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import AsyncIterator
 
 from greenroom.runtime.config import AgentConfig
-from greenroom.runtime.errors import SessionExists, SessionNotFound
+from greenroom.runtime.errors import ConfigError, SessionExists, SessionNotFound
 from greenroom.runtime.host import Host
-from greenroom.runtime.ids import check_request_id, check_root_id
+from greenroom.runtime.ids import MAX_ID, check_request_id, check_root_id
 from greenroom.runtime.results import SessionInfo, Transcript
 from greenroom.runtime.state import AgentState, Ready
 from greenroom.runtime.storage.head import Head, SandboxRef
@@ -27,6 +27,8 @@ async def create_root(
         session_id = hashlib.sha256(check_request_id(request_id).encode()).hexdigest()[:32]
     else:
         session_id = host.ids.new_id()
+    if user_id is not None and len(user_id) > MAX_ID:
+        raise ConfigError(f"a user id has up to {MAX_ID} characters, this one {len(user_id)}")
     spec = agent.sandbox_spec
     head = Head(
         session_id=session_id,

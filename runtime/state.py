@@ -19,7 +19,8 @@ class AgentState(Value):
 
     step: model replies over its whole life; run_step: replies in this run (what max_iter bounds; a new message resets
     it, resume and answer keep it); call_no: model calls made, failed ones included; consecutive_failures: steps in a
-    row without any success; final_text: the last text the assistant said in this run.
+    row without any success; final_text: the last text the assistant said in this run; fallback: which of the agent's
+    providers answers, 0 the first: a new message begins with that one again.
     """
 
     session_id: str
@@ -28,6 +29,7 @@ class AgentState(Value):
     call_no: int = 0
     consecutive_failures: int = 0
     final_text: str | None = None
+    fallback: int = 0
     usage: Usage = Usage()
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from scenes import default_registry, greenroom, results
 
-from greenroom import AgentConfig, AgentRuntime, OpenAICompatible, PreflightError, RunFailed, RunStatus
+from greenroom import AgentConfig, AgentRuntime, Anthropic, OpenAICompatible, PreflightError, RunFailed, RunStatus
 from greenroom.testing import strict_history
 
 pytestmark = pytest.mark.model
@@ -38,8 +38,17 @@ def test_the_bash_loop_runs_through_ray_and_a_real_model(model_server: str, tmp_
     assert '"exit_code":0,"output":"river-42\\n"' in shown.stdout
 
 
-async def test_cancelling_a_stream_frees_the_servers_slot(model_server: str, home: Path) -> None:
-    agent = AgentConfig(name="talker", provider=OpenAICompatible("smollm2", base_url=f"{model_server}/v1"))
+def provider_of(dialect: str, server: str) -> OpenAICompatible | Anthropic:
+    """The same server in either dialect."""
+    return OpenAICompatible("smollm2", f"{server}/v1") if dialect == "openai" else Anthropic("smollm2", server)
+
+
+both = pytest.mark.parametrize("dialect", ["openai", "anthropic"])
+
+
+@both
+async def test_cancelling_a_stream_frees_the_servers_slot(dialect: str, model_server: str, home: Path) -> None:
+    agent = AgentConfig(name="talker", provider=provider_of(dialect, model_server))
     async with AgentRuntime("memory:") as runtime:
         session = await runtime.create_session(agent)
         text = ""
@@ -61,8 +70,9 @@ async def test_cancelling_a_stream_frees_the_servers_slot(model_server: str, hom
         strict_history((await session.transcript()).messages)
 
 
-async def test_a_whole_loop_in_one_process(model_server: str, home: Path) -> None:
-    provider = OpenAICompatible("smollm2", base_url=f"{model_server}/v1")
+@both
+async def test_a_whole_loop_in_one_process(dialect: str, model_server: str, home: Path) -> None:
+    provider = provider_of(dialect, model_server)
     agent = AgentConfig(
         name="shell", provider=provider, tools=default_registry(), sandbox="host", temperature=0.0, max_tokens=200
     )
@@ -76,8 +86,11 @@ async def test_a_whole_loop_in_one_process(model_server: str, home: Path) -> Non
         assert all(m.usage is not None and m.usage.output_tokens for m in transcript.messages if m.role == "assistant")
 
 
-async def test_a_request_the_server_refuses_ends_the_run_with_its_words(model_server: str, home: Path) -> None:
-    agent = AgentConfig(name="long", provider=OpenAICompatible("smollm2", base_url=f"{model_server}/v1"))
+@both
+async def test_a_request_the_server_refuses_ends_the_run_with_its_words(
+    dialect: str, model_server: str, home: Path
+) -> None:
+    agent = AgentConfig(name="long", provider=provider_of(dialect, model_server))
     async with AgentRuntime("memory:") as runtime:
         session = await runtime.create_session(agent)
         with pytest.raises(RunFailed, match="context size") as failed:

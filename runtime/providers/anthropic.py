@@ -32,18 +32,19 @@ class Anthropic(Endpoint):
         max_concurrent: int | None = None,
         requests_per_minute: float | None = None,
         total_timeout: float = TOTAL_TIMEOUT,
+        needs_key: bool = False,
     ) -> None:
-        named = base_url or os.environ.get("ANTHROPIC_BASE_URL") or DEFAULT_BASE_URL
+        named = base_url or os.environ.get("ANTHROPIC_BASE_URL")
         super().__init__(
             model,
-            named.rstrip("/").removesuffix("/v1"),
+            (named or DEFAULT_BASE_URL).rstrip("/").removesuffix("/v1"),
             api_key_env,
             max_concurrent=max_concurrent,
             requests_per_minute=requests_per_minute,
             total_timeout=total_timeout,
+            needs_key=needs_key or not named or named.rstrip("/") == DEFAULT_BASE_URL,
         )
         self.thinking_tokens = thinking_tokens
-        self.needs_key = self.base_url == DEFAULT_BASE_URL
 
     def url(self) -> str:
         return f"{self.base_url}/v1/messages"

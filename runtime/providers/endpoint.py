@@ -6,6 +6,7 @@ Closing the stream closes the connection, which is what stops the model on the o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -32,6 +33,9 @@ CONNECT_TIMEOUT = 10.0
 IDLE_TIMEOUT = 120.0
 """Seconds without a byte from the server before the stream counts as broken."""
 
+DRAIN_TIMEOUT = 0.25
+"""Seconds that the rest of a body may take after the reply has ended."""
+
 TOTAL_TIMEOUT = 1800.0
 """Seconds that one reply may take from its request to its end."""
 
@@ -50,7 +54,7 @@ class Endpoint(ABC):
 
     base_url: checked here; api_key_env: the variable that holds the key, read at each call; only its name is ever
     stored. max_concurrent: calls at once from this process; requests_per_minute: starts of calls from this process;
-    total_timeout: seconds for one reply, 0 for no limit.
+    total_timeout: seconds for one reply, 0 for no limit; needs_key: a run without a key is refused before it begins.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Endpoint(ABC):
         max_concurrent: int | None = None,
         requests_per_minute: float | None = None,
         total_timeout: float = TOTAL_TIMEOUT,
+        needs_key: bool = False,
     ) -> None:
         if not model:
             raise ConfigError("the model's name is empty", hint="Give the name the endpoint knows")
@@ -79,12 +84,10 @@ class Endpoint(ABC):
         self.max_concurrent = max_concurrent
         self.requests_per_minute = requests_per_minute
         self.total_timeout = total_timeout
+        self.needs_key = needs_key
         self._lines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = weakref.WeakKeyDictionary()
 
     # -- what a dialect adds
-
-    needs_key = False
-    """Whether calls without a key cannot work: true of the providers' own addresses."""
 
     @abstractmethod
     def url(self) -> str: ...
@@ -126,9 +129,11 @@ class Endpoint(ABC):
             ):
                 if response.status_code >= 400:
                     raise await self._refused(response, line)
-                async for delta in self.decode(self._within(response.aiter_bytes())):
+                chunks = self._within(response.aiter_bytes())
+                async for delta in self.decode(chunks):
                     emitted = True
                     yield delta
+                await _drain(chunks)
         except httpx.HTTPError as error:
             raise self._transport_error(error, emitted=emitted) from error
         finally:
@@ -157,6 +162,7 @@ class Endpoint(ABC):
             "max_concurrent": self.max_concurrent,
             "requests_per_minute": self.requests_per_minute,
             "total_timeout": self.total_timeout,
+            "needs_key": self.needs_key,
         }
 
     def _line(self) -> _Line:
@@ -204,6 +210,14 @@ class Endpoint(ABC):
                 hint="See that the address is right and the server runs",
             )
         return broken_stream(f"the connection to {self.base_url} broke: {what}", emitted=emitted)
+
+
+async def _drain(chunks: AsyncIterator[bytes]) -> None:
+    """Reads what comes after a reply's end, so that its connection can be used again; not for long."""
+    with contextlib.suppress(TimeoutError, ProviderError):
+        async with asyncio.timeout(DRAIN_TIMEOUT):
+            async for _ in chunks:
+                pass
 
 
 def _remade(kind: type[Endpoint], settings: dict[str, Any]) -> Endpoint:

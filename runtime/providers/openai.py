@@ -36,6 +36,7 @@ class OpenAICompatible(Endpoint):
         max_concurrent: int | None = None,
         requests_per_minute: float | None = None,
         total_timeout: float = TOTAL_TIMEOUT,
+        needs_key: bool = False,
     ) -> None:
         named = base_url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("LLM_BASE_URL")
         super().__init__(
@@ -45,12 +46,12 @@ class OpenAICompatible(Endpoint):
             max_concurrent=max_concurrent,
             requests_per_minute=requests_per_minute,
             total_timeout=total_timeout,
+            needs_key=needs_key or not named or named.rstrip("/") == DEFAULT_BASE_URL,
         )
         self.reasoning = reasoning
         self.strict = strict
         self.usage = usage
         self.key_header = key_header
-        self.needs_key = self.base_url == DEFAULT_BASE_URL
 
     def url(self) -> str:
         return f"{self.base_url}/chat/completions"

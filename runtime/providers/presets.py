@@ -13,7 +13,10 @@ from greenroom.runtime.providers.openai import OpenAICompatible
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """base_url None: the dialect's own variables and default; "" must be given by the environment variable base_env."""
+    """base_url None: the dialect's own variables and default; "" must be given by the environment variable base_env.
+
+    quirks: further arguments of the provider.
+    """
 
     dialect: Literal["openai", "anthropic"]
     base_url: str | None
@@ -22,17 +25,21 @@ class Preset:
     quirks: dict[str, Any] = field(default_factory=dict)
 
 
+KEYED = {"needs_key": True}
+
 PRESETS: dict[str, Preset] = {
     "openai": Preset("openai", None, "OPENAI_API_KEY"),
     "anthropic": Preset("anthropic", None, "ANTHROPIC_API_KEY"),
-    "deepseek": Preset("openai", "https://api.deepseek.com/v1", "DEEPSEEK_API_KEY"),
-    "qwen": Preset("openai", "https://dashscope-intl.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY"),
-    "moonshot": Preset("openai", "https://api.moonshot.ai/v1", "MOONSHOT_API_KEY"),
+    "deepseek": Preset("openai", "https://api.deepseek.com/v1", "DEEPSEEK_API_KEY", quirks=KEYED),
+    "qwen": Preset(
+        "openai", "https://dashscope-intl.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY", quirks=KEYED
+    ),
+    "moonshot": Preset("openai", "https://api.moonshot.ai/v1", "MOONSHOT_API_KEY", quirks=KEYED),
     "gemini": Preset(
         "openai",
         "https://generativelanguage.googleapis.com/v1beta/openai",
         "GEMINI_API_KEY",
-        quirks={"reasoning": False},
+        quirks={**KEYED, "reasoning": False},
     ),
     "vllm": Preset("openai", "http://127.0.0.1:8000/v1", "VLLM_API_KEY", "VLLM_BASE_URL"),
     "ollama": Preset("openai", "http://127.0.0.1:11434/v1", "OLLAMA_API_KEY", "OLLAMA_BASE_URL"),
@@ -42,7 +49,7 @@ PRESETS: dict[str, Preset] = {
         "",
         "AZURE_OPENAI_API_KEY",
         "AZURE_OPENAI_BASE_URL",
-        quirks={"key_header": "api-key", "reasoning": False},
+        quirks={**KEYED, "key_header": "api-key", "reasoning": False},
     ),
 }
 

@@ -25,6 +25,9 @@ from greenroom.runtime.ports import ObjectStore
 DECIDE_ATTEMPTS = 8
 """Times an undecided write is tried again before it is reported."""
 
+BURY_ATTEMPTS = 30
+"""Times a tombstone is tried to be put in place of a head that others keep changing."""
+
 DECIDE_PAUSE = 0.05
 """Seconds before the second try of an undecided write; doubled for each further one."""
 
@@ -125,7 +128,9 @@ async def bury(objects: ObjectStore, key: str, tombstone: Callable[[bytes | None
 
     tombstone: of the present body; None when that is one already.
     """
-    while True:
+    refused: StorageError | None = None
+    for attempt in range(BURY_ATTEMPTS):
+        await _pause(min(attempt, DECIDE_ATTEMPTS))
         found = await objects.get(key)
         buried = tombstone(None if found is None else found[0])
         if buried is None:
@@ -135,8 +140,10 @@ async def bury(objects: ObjectStore, key: str, tombstone: Callable[[bytes | None
                 await objects.put_if_absent(key, buried.encode())
             else:
                 await objects.put_if_match(key, buried.encode(), found[1])
-        except (AlreadyExists, PreconditionFailed, NotFound, Undecided):
-            continue  # somebody wrote meanwhile, or nobody knows: look again
+            return
+        except (AlreadyExists, PreconditionFailed, NotFound, Undecided) as error:
+            refused = error  # somebody wrote meanwhile, or nobody knows: look again
+    raise _never_said(key) from refused
 
 
 async def _pause(attempt: int) -> None:

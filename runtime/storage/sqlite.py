@@ -202,6 +202,11 @@ def _perform(db: sqlite3.Connection, jobs: list[_Job]) -> None:
     if sum(job.writes for job in jobs) > 1:
         try:
             db.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:  # another process holds the file: none of them waits once more
+            for job in jobs:
+                job.error = error
+            return
+        try:
             for job in jobs:
                 job.run(db)
                 if isinstance(job.error, sqlite3.Error):
@@ -253,7 +258,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _page(db: sqlite3.Connection, prefix: str, after: str) -> Keys:
     rows = db.execute(
-        "SELECT key FROM objects WHERE key > ? AND key >= ? AND substr(key, 1, ?) = ? ORDER BY key LIMIT ?",
-        (after, prefix, len(prefix), prefix, LIST_PAGE),
+        "SELECT key FROM objects WHERE key > ? AND key >= ? AND key < ? ORDER BY key LIMIT ?",
+        (after, prefix, f"{prefix}\U0010ffff", LIST_PAGE),
     )
     return [row[0] for row in rows]

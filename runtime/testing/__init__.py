@@ -11,6 +11,7 @@ from greenroom.runtime.testing.crash import CrashFailure, CrashReport, Scenario,
 from greenroom.runtime.testing.crash_world import CrashWorld
 from greenroom.runtime.testing.faulty import Fault, FaultyStore
 from greenroom.runtime.testing.history import HistoryError, strict_history
+from greenroom.runtime.testing.provider_contract import check_provider
 from greenroom.runtime.testing.sandbox import FakeSandbox, FakeSandboxes
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "SeededIds",
     "check_checkpoint_store",
     "check_object_store",
+    "check_provider",
     "check_transcript_store",
     "crash_everywhere",
     "drive_to_end",

@@ -49,13 +49,9 @@ class Toolbox:
     def record(self, block: ToolCallBlock, key: str) -> CallRecord:
         """The call as it will run; one that cannot run carries its error as outcome already."""
         arguments = block.arguments if block.arguments is not None else parse_object(block.raw_arguments)
+        digest, size = call_digest(block.name, arguments or {})
         record = CallRecord.trusted(
-            key=key,
-            call_id=block.id,
-            name=block.name,
-            arguments=arguments or {},
-            digest=call_digest(block.name, arguments or {}),
-            size=len(block.raw_arguments),
+            key=key, call_id=block.id, name=block.name, arguments=arguments or {}, digest=digest, size=size
         )
         tool = self.find(block.name)
         if tool is None and block.name not in self._agent.subagents:

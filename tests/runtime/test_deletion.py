@@ -72,7 +72,8 @@ async def test_deleting_ends_what_runs_and_its_owner_cannot_save_any_more(home: 
         run = asyncio.create_task(session.run("go"))
         await running.wait()
         await (await other.open(session.id)).delete()
-        await session.cancel()
+        with pytest.raises(SessionNotFound):
+            await session.cancel()
         with pytest.raises(RunFailed) as failed:
             await run
         assert isinstance(failed.value.__cause__, Deleted)

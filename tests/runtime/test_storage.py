@@ -350,8 +350,10 @@ async def test_heads_of_every_schema_go_on_loading(path: Path, objects: ObjectSt
     before, after = json.loads(body), json.loads(found[0].encode())
     assert before["schema_version"] == int(path.parent.name)
     assert after["schema_version"] == SCHEMA_VERSION
-    for field in ("session_id", "epoch", "revision", "state", "inline", "usage_before"):
+    for field in ("session_id", "epoch", "revision", "inline", "usage_before"):
         assert after[field] == before[field]
+    assert after["state"] == before["state"] | {"agent": after["state"]["agent"]}
+    assert after["state"]["agent"] == after["state"]["agent"] | before["state"]["agent"]
     if "children" in before:
         assert found[0].children == before["children"]
     assert [call["key"] for call in (after["batch"] or {"calls": []})["calls"]] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 from pathlib import Path
@@ -19,6 +20,7 @@ from greenroom import (
     ConfigError,
     Conflict,
     Event,
+    Fenced,
     Message,
     MessageDelta,
     RequestConflict,
@@ -33,6 +35,7 @@ from greenroom import (
     ToolRegistry,
     UsageError,
 )
+from greenroom.runtime import call_group
 from greenroom.runtime.events import EventBuffer
 from greenroom.runtime.ports import ObjectStore
 from greenroom.runtime.storage import MemoryObjectStore, SessionStore
@@ -105,11 +108,9 @@ async def test_terminating_gives_a_stubborn_tool_no_time_and_ends_the_sandbox(ho
 
     async def stubborn() -> str:
         started.set()
-        for _ in range(3):
-            try:
-                await asyncio.sleep(600)
-            except asyncio.CancelledError:
-                continue
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+        await asyncio.sleep(600)  # it was told to end, and does not
         return "x"
 
     registry.tool(stubborn)
@@ -389,3 +390,157 @@ async def test_closing_takes_its_time_and_no_more_and_says_what_was_left(home: P
         for sid in ("s0", "s1"):
             await (await second.open(sid, own("x"))).cancel()
             assert (await second.handle(sid).status()).state == "Interrupted"
+
+
+# -- cancel, once more
+
+
+async def test_a_cancel_that_meets_a_refused_verb_parks_what_others_run(home: Path) -> None:
+    started, objects = asyncio.Event(), MemoryObjectStore()
+    async with over(objects, sandboxes=FakeSandboxes(waits(started))) as first, over(objects) as second:
+        session = await first.create_session(scripted(bash("x"), "ok"), "s")
+        run = asyncio.create_task(session.run("go"))
+        run.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await started.wait()
+        other = await second.open("s", scripted(bash("x"), "ok"))
+        refused = asyncio.create_task(other.run("me too"))
+        await asyncio.sleep(0)
+        cancelled = await other.cancel("stop")
+        assert cancelled is not None
+        assert cancelled.status is RunStatus.cancelled
+        with pytest.raises(SessionBusy):
+            await refused
+        await session.cancel()
+        assert (await session.status()).state == "Interrupted"
+
+
+async def test_a_lost_parent_takes_its_children_along_and_a_cancel_says_that_it_could_not_park(home: Path) -> None:
+    """The store is gone: nothing of the tree acts on, and whoever comes later finds all of it to go on with."""
+    objects = MemoryObjectStore()
+    store = FaultyStore(objects)
+    started, sent = asyncio.Event(), []
+    tools = ToolRegistry()
+
+    @tools.tool
+    async def slow() -> str:
+        started.set()
+        await asyncio.sleep(0.3)
+        sent.append("slow")
+        return "x"
+
+    child = own(calls(call("slow")), "child done", name="child", tools=tools)
+    agent = own(calls(call("helper", task="t")), "done", subagents={"helper": child})
+    async with over(store) as runtime:
+        session = await runtime.create_session(agent, "s")
+        run = asyncio.create_task(session.run("go"))
+        await started.wait()
+        store.faults.append(Fault("unavailable", times=10**9))
+        with pytest.raises(OSError, match="away"):
+            await session.cancel("stop")
+        with pytest.raises(RunFailed):
+            await run
+        await asyncio.sleep(0.5)
+        assert sent == []
+    async with over(objects) as second:
+        again = await second.open("s", agent)
+        result = await again.resume()
+        assert result is not None
+        assert result.text == "done"
+
+
+async def test_a_cancel_reaches_a_policy_that_waits(home: Path) -> None:
+    asked = asyncio.Event()
+
+    class Waits:
+        async def judge(self, session_id: str, proposed: Any) -> Any:
+            asked.set()
+            await asyncio.sleep(600)
+
+    async with over(MemoryObjectStore()) as runtime:
+        session = await runtime.create_session(own(calls(call("send", to="a")), "ok", policy=Waits()))
+        run = asyncio.create_task(session.run("go"))
+        await asked.wait()
+        assert (await session.cancel("stop", 2)) is not None
+        assert (await run).status is RunStatus.cancelled
+        assert "did not run" in results(await session.transcript())[0].text
+
+
+async def test_a_stubborn_tool_gets_its_grace_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_group, "CANCEL_GRACE", 0.3)
+    started = asyncio.Event()
+    tools = ToolRegistry()
+
+    @tools.tool
+    async def stubborn() -> str:
+        started.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+        await asyncio.sleep(600)
+        return "x"
+
+    async with over(MemoryObjectStore()) as runtime:
+        session = await runtime.create_session(own(calls(call("stubborn")), "ok", tools=tools))
+        run = asyncio.create_task(session.run("go"))
+        await started.wait()
+        began = asyncio.get_running_loop().time()
+        await session.cancel()
+        assert asyncio.get_running_loop().time() - began < 0.5
+        await run
+
+
+async def test_a_resume_that_takes_a_request_over_has_a_receipt_of_its_own(home: Path) -> None:
+    objects = MemoryObjectStore()
+    question = await abandoned(objects, request_id="R1")
+    async with over(objects) as runtime:
+        session = await runtime.open("s", scripted(ASK, "went on"))
+        result = await session.resume(request_id="R2")
+        assert await session.resume(request_id="R2") == result
+        assert await session.answer(question, "yes", request_id="R1") == result
+
+
+async def test_a_host_fence_is_kept_by_whatever_changes_a_session(home: Path) -> None:
+    objects = MemoryObjectStore()
+    async with over(objects, host_fence=5) as new, over(objects, host_fence=1) as old:
+        session = await (await old.create_session(scripted("ok"), "s")).submit("hello")
+        assert session.name == "Ready"
+        await (await new.open("s", scripted("ok"))).submit("more")
+        with pytest.raises(Fenced):
+            await old.handle("s").run()
+
+
+async def test_a_half_character_of_a_model_does_no_harm(home: Path) -> None:
+    class Half:
+        async def stream(self, request: Any, cancel: CancelToken) -> Any:
+            made = ToolCallBlock(id="1", name="send", arguments={"to": "half \ud83d"}, raw_arguments="{}")
+            reply = (TextBlock(text="\udfff"), made) if request.call_no == 0 else (TextBlock(text="ok"),)
+            yield MessageDelta(Message(role="assistant", content=reply))
+
+    async with over(MemoryObjectStore()) as runtime:
+        session = await runtime.create_session(dataclasses.replace(own("x"), provider=Half()))
+        assert (await session.run("go")).text == "ok"
+        assert results(await session.transcript())[0].text == "sent to half ?"
+
+
+async def test_a_head_holds_its_bound_whatever_a_provider_leaves_out(home: Path) -> None:
+    objects = MemoryObjectStore()
+    largest = 0
+
+    class Watching(FaultyStore):
+        async def put_if_match(self, key: str, body: bytes, etag: str) -> str:
+            nonlocal largest
+            largest = max(largest, len(body) if key.endswith("/head") else 0)
+            return await super().put_if_match(key, body, etag)
+
+    class NoRaw:
+        async def stream(self, request: Any, cancel: CancelToken) -> Any:
+            made = [
+                ToolCallBlock(id=str(n), name="bash", arguments={"command": "ü" * 4000 if n % 2 else "漢" * 980})
+                for n in range(14)
+            ]
+            reply = tuple(made) if request.call_no == 0 else (TextBlock(text="ok"),)
+            yield MessageDelta(Message(role="assistant", content=reply))
+
+    async with over(Watching(objects)) as runtime:
+        session = await runtime.create_session(dataclasses.replace(scripted("x"), provider=NoRaw()))
+        assert (await session.run("go")).text == "ok"
+    assert largest <= 40 * 1024
