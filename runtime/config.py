@@ -98,8 +98,8 @@ class AgentConfig:
     @property
     def providers(self) -> tuple[LlmProvider, ...]:
         """The provider and its fallbacks, in the order they are tried."""
-        assert isinstance(self.fallbacks, tuple)
-        return (self.llm, *self.fallbacks)
+        others = [provider for provider in self.fallbacks if not isinstance(provider, str)]
+        return (self.llm, *others)
 
     @property
     def registry(self) -> ToolRegistry:

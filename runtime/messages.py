@@ -166,12 +166,12 @@ class Message(Value):
     stop_kind: StopKind | None = None
     usage: Usage | None = None
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The text blocks joined; no thinking, no tool results."""
         return "".join(block.text for block in self.content if isinstance(block, TextBlock))
 
-    @property
+    @cached_property
     def tool_calls(self) -> tuple[ToolCallBlock, ...]:
         return tuple(block for block in self.content if isinstance(block, ToolCallBlock))
 
@@ -180,14 +180,23 @@ class Message(Value):
         """Its JSON, made once: a message is written with every save until it is rolled into a segment."""
         return self.__pydantic_serializer__.to_json(self)
 
+    @cached_property
+    def wire_forms(self) -> dict[Any, str]:
+        """Its JSON on the wires it goes out on, by dialect: a message goes out with every later request."""
+        return {}
+
     def __getstate__(self) -> dict[Any, Any]:
         state = super().__getstate__()
-        return state | {"__dict__": {key: value for key, value in state["__dict__"].items() if key != "encoded"}}
+        return state | {"__dict__": self._fields_of(state["__dict__"])}
 
     def but(self, **changes: Any) -> Self:
         made = super().but(**changes)
-        vars(made).pop("encoded", None)
+        object.__setattr__(made, "__dict__", self._fields_of(vars(made)))
         return made
+
+    def _fields_of(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Without what was only computed."""
+        return {key: value for key, value in values.items() if key in type(self).__pydantic_fields__}
 
     @classmethod
     def user(cls, text: str) -> Message:

@@ -8,7 +8,7 @@ from typing import Any
 
 from greenroom.runtime.calls import ModelRequest
 from greenroom.runtime.messages import Delta
-from greenroom.runtime.providers.anthropic_codec import decode_anthropic, encode_anthropic
+from greenroom.runtime.providers.anthropic_codec import DEFAULT_MAX_TOKENS, anthropic_text, decode_anthropic
 from greenroom.runtime.providers.endpoint import TOTAL_TIMEOUT, Endpoint
 
 DEFAULT_BASE_URL = "https://api.anthropic.com"
@@ -49,12 +49,13 @@ class Anthropic(Endpoint):
     def url(self) -> str:
         return f"{self.base_url}/v1/messages"
 
-    def body(self, request: ModelRequest) -> dict[str, Any]:
-        body = {**encode_anthropic(request), "stream": True}
+    def body(self, request: ModelRequest) -> str:
+        more: dict[str, Any] = {"model": self.model, "stream": True}
         if self.thinking_tokens:
-            body["thinking"] = {"type": "enabled", "budget_tokens": self.thinking_tokens}
-            body["max_tokens"] = max(body["max_tokens"], self.thinking_tokens + 1)
-        return body
+            more["thinking"] = {"type": "enabled", "budget_tokens": self.thinking_tokens}
+            asked = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+            more["max_tokens"] = max(asked, self.thinking_tokens + 1)
+        return anthropic_text(request, **more)
 
     def headers(self, key: str | None) -> dict[str, str]:
         return {"anthropic-version": API_VERSION, **({"x-api-key": key} if key else {})}

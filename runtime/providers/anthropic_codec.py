@@ -35,6 +35,7 @@ from greenroom.runtime.providers.wire import (
     Body,
     count_of,
     json_object,
+    json_of,
     mint_id,
     object_of,
     wire_history,
@@ -248,9 +249,45 @@ class _Reply:
 
 def encode_anthropic(request: ModelRequest) -> dict[str, Any]:
     """The request's body without model and stream, which belong to the endpoint."""
+    return _options(request) | {"messages": _encode_history(wire_history(request.messages))}
+
+
+def anthropic_text(request: ModelRequest, **more: Any) -> str:
+    """`encode_anthropic` as JSON, with `more` beside it; what a message is there is made only once."""
+    turns = _quick_turns(wire_history(request.messages))
+    if turns is None:
+        return json.dumps({**encode_anthropic(request), **more}, ensure_ascii=False)
+    rest = json.dumps({**_options(request), **more}, ensure_ascii=False)
+    return rest[:-1] + ', "messages": [' + ",".join(turns) + "]}"
+
+
+def _quick_turns(messages: Sequence[Message]) -> list[str] | None:
+    """The turns of a history as the loop makes it; None for one that has to be put in order first."""
+    if not messages or messages[-1].role == "assistant":
+        return None
+    turns: list[tuple[str, list[str]]] = []
+    for message in messages:
+        role = "assistant" if message.role == "assistant" else "user"
+        blocks = json_of(message, "anthropic", _blocks_of)
+        if not blocks:
+            continue
+        if turns and turns[-1][0] == role:
+            if message.role == "tool":
+                return None  # results come first in a turn
+            turns[-1][1].append(blocks)
+        else:
+            turns.append((role, [blocks]))
+    return [f'{{"role": "{role}", "content": [{",".join(blocks)}]}}' for role, blocks in turns]
+
+
+def _blocks_of(message: Message) -> list[dict[str, Any]]:
+    return [block for block in map(_encode_block, message.content) if block is not None]
+
+
+def _options(request: ModelRequest) -> dict[str, Any]:
+    """Everything but the messages."""
     body: dict[str, Any] = {
         "max_tokens": DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
-        "messages": _encode_history(wire_history(request.messages)),
     }
     if request.system and request.system.strip():
         body["system"] = request.system
@@ -269,7 +306,7 @@ def _encode_history(messages: Sequence[Message]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for message in messages:
         role = "assistant" if message.role == "assistant" else "user"
-        blocks = [block for block in map(_encode_block, message.content) if block is not None]
+        blocks = _blocks_of(message)
         if not blocks:
             continue
         if turns and turns[-1]["role"] == role:

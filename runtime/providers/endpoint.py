@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 import weakref
@@ -93,7 +92,7 @@ class Endpoint(ABC):
     def url(self) -> str: ...
 
     @abstractmethod
-    def body(self, request: ModelRequest) -> dict[str, Any]: ...
+    def body(self, request: ModelRequest) -> str: ...
 
     @abstractmethod
     def headers(self, key: str | None) -> dict[str, str]: ...
@@ -120,7 +119,7 @@ class Endpoint(ABC):
         emitted = False
         line = self._line()
         line.streams += 1
-        content = clean(json.dumps({"model": self.model, **self.body(request)}, ensure_ascii=False)).encode()
+        content = clean(self.body(request)).encode()
         headers = {"content-type": "application/json", **self.headers(self.key())}
         try:
             async with (

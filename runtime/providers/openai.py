@@ -9,7 +9,7 @@ from typing import Any
 from greenroom.runtime.calls import ModelRequest
 from greenroom.runtime.messages import Delta
 from greenroom.runtime.providers.endpoint import TOTAL_TIMEOUT, Endpoint
-from greenroom.runtime.providers.openai_codec import decode_openai, encode_openai
+from greenroom.runtime.providers.openai_codec import decode_openai, openai_text
 
 DEFAULT_BASE_URL = "https://api.openai.com/v1"
 
@@ -56,9 +56,9 @@ class OpenAICompatible(Endpoint):
     def url(self) -> str:
         return f"{self.base_url}/chat/completions"
 
-    def body(self, request: ModelRequest) -> dict[str, Any]:
-        body = {**encode_openai(request, reasoning=self.reasoning, strict=self.strict), "stream": True}
-        return body | ({"stream_options": {"include_usage": True}} if self.usage else {})
+    def body(self, request: ModelRequest) -> str:
+        more: dict[str, Any] = {"stream_options": {"include_usage": True}} if self.usage else {}
+        return openai_text(request, reasoning=self.reasoning, strict=self.strict, model=self.model, stream=True, **more)
 
     def headers(self, key: str | None) -> dict[str, str]:
         if not key:

@@ -35,6 +35,7 @@ from greenroom.runtime.providers.wire import (
     Body,
     count_of,
     json_object,
+    json_of,
     mint_id,
     object_of,
     wire_arguments,
@@ -232,11 +233,45 @@ def encode_openai(request: ModelRequest, *, reasoning: bool = True, strict: bool
     without it). strict: tools with strict schemas.
     """
     messages: list[dict[str, Any]] = []
-    if request.system:
-        messages.append({"role": "system", "content": request.system})
     for message in wire_history(request.messages):
         _encode_message(message, messages, reasoning=reasoning)
-    body: dict[str, Any] = {"messages": messages}
+    body: dict[str, Any] = {"messages": [*_system(request), *messages]}
+    return body | _options(request, strict=strict)
+
+
+def openai_text(request: ModelRequest, *, reasoning: bool, strict: bool, **more: Any) -> str:
+    """`encode_openai` as JSON, with `more` beside it. What a message is there is made once, not with every request."""
+    turns = list(map(json.dumps, _system(request)))
+    pending: list[Message] = []  # user messages, which are merged with their neighbours
+    for message in [*wire_history(request.messages), None]:
+        if message is not None and message.role not in ("assistant", "tool"):
+            pending.append(message)
+            continue
+        if pending:
+            merged: list[dict[str, Any]] = []
+            for waiting in pending:
+                _encode_message(waiting, merged, reasoning=reasoning)
+            turns += (json.dumps(turn, ensure_ascii=False) for turn in merged)
+            pending = []
+        if message is not None:
+            turns.append(json_of(message, ("openai", reasoning), lambda one: _encoded(one, reasoning=reasoning)))
+    rest = json.dumps({**_options(request, strict=strict), **more}, ensure_ascii=False)
+    return rest[:-1] + ', "messages": [' + ",".join(turn for turn in turns if turn) + "]}"
+
+
+def _encoded(message: Message, *, reasoning: bool) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    _encode_message(message, made, reasoning=reasoning)
+    return made
+
+
+def _system(request: ModelRequest) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": request.system}] if request.system else []
+
+
+def _options(request: ModelRequest, *, strict: bool) -> dict[str, Any]:
+    """Everything but the messages."""
+    body: dict[str, Any] = {}
     if request.tools:
         body["tools"] = [{"type": "function", "function": _encode_tool(tool, strict=strict)} for tool in request.tools]
     if request.temperature is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 from greenroom.runtime.messages import Message, ToolCallBlock, ToolResultBlock
@@ -86,6 +87,9 @@ def wire_history(messages: Iterable[Message]) -> list[Message]:
 
     Results keep to the call that they answer; whoever minted the ids may have used one again in a later turn.
     """
+    messages = list(messages)
+    if has_plain_ids(messages):
+        return messages
     made: list[Message] = []
     used: set[str] = set()
     current: dict[str, str] = {}
@@ -98,6 +102,22 @@ def wire_history(messages: Iterable[Message]) -> list[Message]:
             message = message.but(content=tuple(_renamed(block, current) for block in message.content))
         made.append(message)
     return made
+
+
+def has_plain_ids(messages: Iterable[Message]) -> bool:
+    """Whether `wire_history` would leave the messages as they are."""
+    used: set[str] = set()
+    for message in messages:
+        for call in message.tool_calls if message.role == "assistant" else ():
+            if call.id in used or not _is_plain(call.id):
+                return False
+            used.add(call.id)
+    return True
+
+
+@lru_cache(maxsize=65536)
+def _is_plain(id: str) -> bool:
+    return bool(id) and len(id) <= MAX_WIRE_ID and _NO_WIRE_ID.search(id) is None
 
 
 def _wire_id(id: str, used: set[str]) -> str:
@@ -116,3 +136,12 @@ def _renamed(block: Any, ids: dict[str, str]) -> Any:
     if isinstance(block, ToolResultBlock):
         return block.but(call_id=ids.get(block.call_id, block.call_id))
     return block
+
+
+def json_of(message: Message, dialect: Any, encode: Callable[[Message], list[dict[str, Any]]]) -> str:
+    """What the message is on a wire, as the inside of a JSON list; made once for a message and dialect."""
+    found = message.wire_forms.get(dialect)
+    if found is None:
+        found = ",".join(json.dumps(part, ensure_ascii=False) for part in encode(message))
+        message.wire_forms[dialect] = found
+    return found

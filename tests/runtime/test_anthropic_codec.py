@@ -28,6 +28,8 @@ from greenroom import (
 from greenroom.providers import decode_anthropic, encode_anthropic, encode_openai
 from greenroom.runtime.calls import ToolSchema
 from greenroom.runtime.messages import ToolResultBlock
+from greenroom.runtime.providers.anthropic_codec import anthropic_text
+from greenroom.runtime.providers.openai_codec import openai_text
 
 SIZES = [1, 2, 3, 5, 7, 64, None]
 
@@ -309,3 +311,36 @@ def test_ids_on_the_wire_are_plain_short_and_used_once() -> None:
     assert all(len(id) <= 40 and id.replace("_", "").replace("-", "").isalnum() for id in asked)
     sent = encode_openai(request(*history))["messages"]
     assert [made["tool_call_id"] for made in sent if made["role"] == "tool"] == asked
+
+
+def turns_of(*roles: str) -> list[Message]:
+    """A history of these roles in turn: u user, a assistant, c assistant with a call, t its result."""
+    made: list[Message] = []
+    for number, role in enumerate(roles):
+        call = ToolCallBlock(id=f"c{number if role == 'c' else number - 1}", name="t", arguments={"n": "ü\u2028"})
+        made.append(
+            {
+                "u": Message.user(f"user {number}"),
+                "b": Message.user("  "),
+                "a": Message(role="assistant", content=(TextBlock(text=f"said {number} "),)),
+                "c": Message(role="assistant", content=(TextBlock(text="calling"), call)),
+                "t": Message(role="tool", content=(ToolResultBlock(call_id=call.id, content=(TextBlock(text="r"),)),)),
+            }[role]
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    "roles", ["u", "uu", "ua", "uct", "uctctcta", "uctu", "uuctuuctau", "ubctbu", "uauct", "uctt", "a", "auct", "uaau"]
+)
+def test_the_text_that_is_sent_is_what_the_encoder_says(roles: str) -> None:
+    """Made of parts that are kept, it is the same: twice, and after the history has grown."""
+    history: list[Message] = []
+    for message in turns_of(*roles):
+        history.append(message)
+        asked = request(*history, system="s", temperature=0.5, tools=(ToolSchema("t", "d", {"type": "object"}),))
+        for _ in range(2):
+            sent = json.loads(anthropic_text(asked, model="m", stream=True))
+            assert sent == {**encode_anthropic(asked), "model": "m", "stream": True}
+            sent = json.loads(openai_text(asked, reasoning=True, strict=False, model="m"))
+            assert sent == {**encode_openai(asked), "model": "m"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from greenroom import (
 )
 from greenroom.runtime.agents import pack, unpack
 from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.messages import Delta
 from greenroom.runtime.ports import LlmProvider
 from greenroom.runtime.providers import provider_from_string
 from greenroom.runtime.providers.endpoint import Endpoint
@@ -56,7 +57,7 @@ async def test_both_keep_the_contract(make: Callable[[str], LlmProvider], dialec
 class Restarts(OpenAICompatible):
     """Takes a stream that ended early for a whole one."""
 
-    async def stream(self, request: ModelRequest, cancel: CancelToken) -> Any:
+    async def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
         try:
             async for delta in super().stream(request, cancel):
                 yield delta
@@ -65,7 +66,7 @@ class Restarts(OpenAICompatible):
 
 
 class AlwaysRetryable(OpenAICompatible):
-    async def stream(self, request: ModelRequest, cancel: CancelToken) -> Any:
+    async def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
         try:
             async for delta in super().stream(request, cancel):
                 yield delta
