@@ -189,6 +189,11 @@ class Message(Value):
         state = super().__getstate__()
         return state | {"__dict__": self._fields_of(state["__dict__"])}
 
+    def __copy__(self) -> Self:
+        made = super().__copy__()
+        object.__setattr__(made, "__dict__", self._fields_of(vars(made)))
+        return made
+
     def but(self, **changes: Any) -> Self:
         made = super().but(**changes)
         object.__setattr__(made, "__dict__", self._fields_of(vars(made)))

@@ -103,6 +103,21 @@ async def _answer_one(made: ModelServer, reader: asyncio.StreamReader, writer: a
 # -- what a model says, in the words of either dialect
 
 
+_MESSAGE_START: dict[str, Any] = {
+    "type": "message_start",
+    "message": {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": 5, "output_tokens": 1},
+    },
+}
+
+
 def events(dialect: Dialect, *documents: dict[str, Any]) -> list[bytes]:
     """Documents as the events of a stream."""
     if dialect == "openai":
@@ -118,8 +133,7 @@ def text_pieces(dialect: Dialect, pieces: list[str]) -> list[bytes]:
     deltas = [
         {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}} for piece in pieces
     ]
-    message = {"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 1}}}
-    return events(dialect, message, start, *deltas)
+    return events(dialect, _MESSAGE_START, start, *deltas)
 
 
 def call_pieces(dialect: Dialect, name: str, arguments: dict[str, Any]) -> list[bytes]:
@@ -132,13 +146,12 @@ def call_pieces(dialect: Dialect, name: str, arguments: dict[str, Any]) -> list[
         made = [{"choices": [{"index": 0, "delta": {"tool_calls": [piece]}}]} for piece in (begin, rest)]
         return events(dialect, *made)
     block = {"type": "tool_use", "id": "call_1", "name": name, "input": {}}
-    message = {"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 1}}}
     start = {"type": "content_block_start", "index": 0, "content_block": block}
     deltas = [
         {"type": "content_block_delta", "index": 0, "delta": {"type": "input_json_delta", "partial_json": half}}
         for half in halves
     ]
-    return events(dialect, message, start, *deltas)
+    return events(dialect, _MESSAGE_START, start, *deltas)
 
 
 def end_pieces(dialect: Dialect, *, calls: bool = False) -> list[bytes]:

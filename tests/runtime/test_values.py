@@ -236,3 +236,14 @@ def test_a_failed_run_arrives_with_its_result() -> None:
 
 def test_an_interrupt_needs_only_a_kind() -> None:
     assert Interrupt(kind="approval").payload == {}
+
+
+def test_a_copy_of_a_message_has_nothing_of_what_was_computed_of_the_first() -> None:
+    first = Message.user("first")
+    assert (first.encoded, first.text) == (first.encoded, "first")
+    content = Message.user("second").content
+    for copy in (first.but(content=content), first.model_copy(update={"content": content})):
+        assert copy.text == "second"
+        assert b"second" in copy.encoded
+    assert "encoded" not in vars(pickle.loads(pickle.dumps(first)))
+    assert pickle.loads(pickle.dumps(first)) == first
