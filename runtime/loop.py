@@ -189,11 +189,15 @@ def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
     if isinstance(event, CancelSeen) and event.text:
         said = (TextBlock(text=event.text),)
         record.append(Message(role="assistant", content=said, stop="cancelled", stop_kind="other"))
-    cut_short = bool(record.messages) and record.messages[-1].role == "assistant"
-    if isinstance(event, Resumed) and isinstance(state, Reasoning) and cut_short:
+    if isinstance(event, Resumed) and isinstance(state, Reasoning) and _ends_cut_short(record.messages):
         record.append(Message.user(CUT_REPLY_NOTE))
     record.update(state=state)
     return effects
+
+
+def _ends_cut_short(messages: list[Message]) -> bool:
+    """Whether the last word is an assistant's that was cut off; one that its provider paused goes on as it is."""
+    return bool(messages) and messages[-1].role == "assistant" and messages[-1].stop_kind != "pause"
 
 
 async def save_stop(record: Record, clock: Clock) -> None:

@@ -176,7 +176,7 @@ def _reason(state: State, _event: object, limits: Limits) -> Step:
     return Reasoning(agent=state.agent), (CallModel(),)
 
 
-def _model_replied(state: State, event: ModelReplied, _limits: Limits) -> Step:
+def _model_replied(state: State, event: ModelReplied, limits: Limits) -> Step:
     agent = state.agent.but(
         step=state.agent.step + 1,
         run_step=state.agent.run_step + 1,
@@ -189,6 +189,10 @@ def _model_replied(state: State, event: ModelReplied, _limits: Limits) -> Step:
             return _fail(agent, FailureKind.truncated, f"the reply was cut: {event.stop_kind}"), (Stop(),)
         case "refusal" | "content_filter":
             return _fail(agent, FailureKind.content_filter, f"the model gave no answer: {event.stop_kind}"), (Stop(),)
+    if event.stop_kind == "pause" and not event.calls:  # the provider paused a long turn: it goes on from there
+        if agent.run_step >= limits.max_iter:
+            return _exhausted(agent, limits), (Stop(),)
+        return Reasoning(agent=agent), (CallModel(),)
     if event.calls:
         return ToolExecuting.trusted(agent=agent, batch=agent.step), (RunBatch(),)
     return Success(agent=agent.but(consecutive_failures=0, final_text=event.text)), (Stop(),)
@@ -259,7 +263,7 @@ TABLE: dict[tuple[type[Any], type[Any]], Rule] = {
     (Ready, UserSaid): Rule((Ready,), _user_said),
     (Ready, RunStarted): Rule((Reasoning, Fail), _reason),
     (Ready, CancelSeen): Rule((Interrupted,), _cancel_seen),
-    (Reasoning, ModelReplied): Rule((ToolExecuting, Success, Fail), _model_replied),
+    (Reasoning, ModelReplied): Rule((ToolExecuting, Reasoning, Success, Fail), _model_replied),
     (Reasoning, ModelFailed): Rule((Reasoning, Fail), _model_failed),
     (Reasoning, Resumed): Rule((Reasoning, Fail), _reason),
     (Reasoning, CancelSeen): Rule((Interrupted,), _cancel_seen),

@@ -16,11 +16,12 @@ def strict_history(messages: Sequence[Message], open_calls: Iterable[str] = ()) 
 
     open_calls: ids of calls that wait for an answer; they may only be the last batch, and then all of it is open.
     Besides: it begins with a user message, no message is empty, tool messages hold results alone, two assistant
-    messages never follow one another, and call ids of a message are distinct.
+    messages never follow one another unless the first was paused by its provider, and call ids of a message are
+    distinct.
     """
     open_ids = set(open_calls)
     expected: list[str] = []
-    previous = ""
+    previous, paused = "", False
     for number, message in enumerate(messages):
         where = f"message {number} ({message.role})"
         if number == 0 and message.role != "user":
@@ -34,7 +35,7 @@ def strict_history(messages: Sequence[Message], open_calls: Iterable[str] = ()) 
                 _check_results(message, expected, where)
                 expected = []
             case "assistant":
-                if previous == "assistant":
+                if previous == "assistant" and not paused:
                     raise HistoryError(f"{where} follows another assistant message")
                 expected = [call.id for call in message.tool_calls]
                 if len(set(expected)) != len(expected) or not all(expected):
@@ -43,7 +44,7 @@ def strict_history(messages: Sequence[Message], open_calls: Iterable[str] = ()) 
                 raise HistoryError(f"{where} says nothing")
             case "system":
                 raise HistoryError(f"{where}: the system prompt is no part of a history")
-        previous = message.role
+        previous, paused = message.role, message.stop_kind == "pause"
     if expected and set(expected) != open_ids:
         raise HistoryError(f"the last calls {expected} have no results; open are {sorted(open_ids)}")
     if open_ids and not expected:

@@ -14,12 +14,14 @@ from greenroom import (
     AgentRuntime,
     ConfigError,
     Limits,
+    Message,
     ModelRequest,
     OpenAICompatible,
     RunFailed,
     Scripted,
     Storage,
 )
+from greenroom.providers import encode_anthropic
 from greenroom.runtime.agents import pack
 from greenroom.runtime.storage import MemoryObjectStore
 from greenroom.testing import FakeClock, FakeSandboxes, crash_everywhere, strict_history
@@ -122,3 +124,22 @@ def test_fallbacks_are_checked_and_stored() -> None:
     stored = documents[pack(config).digest]["fallbacks"]
     assert [entry["model"] for entry in stored] == ["two", "three"]
     assert stored[1]["max_concurrent"] == 2
+
+
+async def test_a_turn_that_its_provider_paused_goes_on_from_there(runtime: AgentRuntime) -> None:
+    seen: list[list[str]] = []
+
+    def goes_on(request: ModelRequest) -> str:
+        seen.append([message.text for message in request.messages])
+        return "and the end"
+
+    pause = {"text": "so far", "stop": "pause_turn", "stop_kind": "pause"}
+    session = await runtime.create_session(agent(Scripted([pause, goes_on, "next"])))
+    result = await session.run("go")
+    assert (result.text, result.steps) == ("and the end", 2)
+    assert seen == [["go", "so far"]]
+    messages = (await session.transcript()).messages
+    strict_history(messages)
+    request = ModelRequest("s", 0, None, (*messages, Message.user("more")))
+    turns = encode_anthropic(request)["messages"]
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"], "one turn on the wire"

@@ -53,6 +53,7 @@ EVENTS: list[Any] = [
     ASKS,
     ModelReplied(calls=1, text="cut", stop_kind="length"),
     ModelReplied(calls=0, text=None, stop_kind="refusal"),
+    ModelReplied(calls=0, text="so far", stop_kind="pause"),
     ModelFailed(PROVIDER),
     ModelFailed(PERMANENT),
     GOOD,
@@ -159,6 +160,15 @@ def test_a_cut_or_refused_reply_ends_the_run_and_runs_no_call(kind: Any, failure
     assert state.failure.kind is failure
     assert not state.failure.retryable
     assert effects == (Stop(),)
+
+
+def test_a_paused_turn_goes_on_within_the_bound_of_steps() -> None:
+    paused = ModelReplied(calls=0, text="so far", stop_kind="pause")
+    state, effects = drive(RunStarted(), paused, limits=Limits(max_iter=2))
+    assert (type(state), effects) == (Reasoning, (CallModel(),))
+    state, effects = drive(paused, state=state, limits=Limits(max_iter=2))
+    assert isinstance(state, Fail)
+    assert machine.status_of(state) is RunStatus.exhausted
 
 
 def test_a_permanent_error_is_not_tried_again() -> None:
