@@ -202,8 +202,7 @@ class CrashWorld:
         blow = self.schedule.at(self.life, self._count)
         if blow == "cancel":
             self.cancelled = True
-            session = self.runtime.handle(SESSION)
-            task = asyncio.get_running_loop().create_task(_cancel_quietly(session))
+            task = self._spawn(_cancel_quietly(self.runtime.handle(SESSION)), outside=False)
             self._cancels.add(task)
             task.add_done_callback(self._cancels.discard)
         if blow == "kill" or (blow == "late" and not writes):
@@ -241,7 +240,11 @@ class CrashWorld:
 
     def outside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work in another process than the owner's: it goes on when the owner dies."""
-        token = _outside.set(True)
+        return self._spawn(work, outside=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, T], *, outside: bool) -> asyncio.Task[T]:
+        """A task inside or outside of the owner's process, and whatever it starts too."""
+        token = _outside.set(outside)
         try:
             return asyncio.get_running_loop().create_task(work)
         finally:
