@@ -281,6 +281,9 @@ def _quick_turns(messages: Sequence[Message]) -> list[str] | None:
 
 
 def _blocks_of(message: Message) -> list[dict[str, Any]]:
+    """None of a system message: the protocol has a place of its own for it."""
+    if message.role == "system":
+        return []
     return [block for block in map(_encode_block, message.content) if block is not None]
 
 
@@ -289,8 +292,9 @@ def _options(request: ModelRequest) -> dict[str, Any]:
     body: dict[str, Any] = {
         "max_tokens": DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
     }
-    if request.system and request.system.strip():
-        body["system"] = request.system
+    system = [request.system or "", *(message.text for message in request.messages if message.role == "system")]
+    if any(text.strip() for text in system):
+        body["system"] = "\n\n".join(text for text in system if text.strip())
     if request.tools:
         body["tools"] = [
             {"name": tool.name, "description": tool.description, "input_schema": tool.parameters}

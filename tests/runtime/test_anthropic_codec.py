@@ -293,6 +293,14 @@ def test_options_images_errors_and_other_dialects_blocks() -> None:
     assert encode_anthropic(request(*history, temperature=0.0, max_tokens=9))["max_tokens"] == 9
 
 
+def test_system_messages_go_where_the_protocol_has_them() -> None:
+    late = Message(role="system", content=(TextBlock(text="and polite"),))
+    body = encode_anthropic(request(Message.user("hi"), late, Message.user("there"), system="be brief"))
+    assert body["system"] == "be brief\n\nand polite"
+    assert [turn["role"] for turn in body["messages"]] == ["user"]
+    assert "system" not in encode_anthropic(request(Message.user("hi"), system="  "))
+
+
 def test_ids_on_the_wire_are_plain_short_and_used_once() -> None:
     def turn(id: str) -> tuple[Message, Message]:
         call = ToolCallBlock(id=id, name="t", arguments={})
