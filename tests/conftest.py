@@ -128,8 +128,8 @@ def moto_s3() -> Iterator[str]:
 @pytest.fixture(
     params=[
         "memory",
-        "sqlite",
-        "file",
+        pytest.param("sqlite", marks=pytest.mark.slow),
+        pytest.param("file", marks=pytest.mark.slow),
         pytest.param("seaweedfs", marks=pytest.mark.slow),
         pytest.param("moto", marks=pytest.mark.slow),
     ]

@@ -85,9 +85,13 @@ REPLAYED = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("path", BODIES, ids=lambda path: path.stem)
-async def test_field_cases(path: Path, size: int | None) -> None:
+async def test_field_cases(path: Path) -> None:
+    for size in SIZES:
+        await check_case(path, size)
+
+
+async def check_case(path: Path, size: int | None) -> None:
     want = json.loads(path.with_name(path.stem + ".expected.json").read_text())
     deltas, error = await decode(path.read_bytes(), size)
     said = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
@@ -125,9 +129,13 @@ async def test_field_cases(path: Path, size: int | None) -> None:
             assert message.stop_kind == "context_window"
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("path", sorted(WIRE.glob("anthropic-*.resp.http")), ids=lambda path: path.stem)
-async def test_recorded_answers_of_a_real_server(path: Path, size: int | None) -> None:
+async def test_recorded_answers_of_a_real_server(path: Path) -> None:
+    for size in SIZES:
+        await check_recorded(path, size)
+
+
+async def check_recorded(path: Path, size: int | None) -> None:
     _, _, body = path.read_bytes().partition(b"\r\n\r\n")
     message = await whole(body, size)
     assert message.stop_kind in ("end", "tool_calls", "length")

@@ -108,6 +108,7 @@ async def test_a_recovered_run_goes_on_with_the_one_it_had_come_to(home: Path) -
     assert asked == ["first", "second", "second"]
 
 
+@pytest.mark.slow
 async def test_no_crash_breaks_a_run_over_fallbacks(home: Path) -> None:
     def made() -> AgentConfig:
         script = [GONE, calls(call("send", to="a")), "done"]

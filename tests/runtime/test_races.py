@@ -57,6 +57,7 @@ def tools(*functions: Any, **options: Any) -> ToolRegistry:
 # -- the sandbox's ledger
 
 
+@pytest.mark.slow
 async def test_a_sandbox_forgets_an_outcome_only_when_it_is_durable(home: Path) -> None:
     """bash ends, its outcome's save is slow, a read follows, the owner dies: the command must not run again."""
     store = FaultyStore(MemoryObjectStore())
@@ -124,6 +125,7 @@ async def test_a_dead_sandbox_is_opened_anew_and_the_call_is_said_not_to_have_ru
     assert "did not run" in NOT_RUN_SANDBOX_LOST
 
 
+@pytest.mark.slow
 async def test_more_trees_than_kept_sandboxes_lose_none_of_their_calls(home: Path) -> None:
     async def slow(command: str) -> str:
         await asyncio.sleep(0.005)

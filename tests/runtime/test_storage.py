@@ -37,7 +37,7 @@ from greenroom.runtime.storage.head import SCHEMA_VERSION, SandboxRef
 from greenroom.runtime.storage.sandbox_head import SandboxHead
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", pytest.param("sqlite", marks=pytest.mark.slow)])
 async def objects(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ObjectStore]:
     store: ObjectStore = MemoryObjectStore() if request.param == "memory" else SqliteObjectStore(tmp_path / "o.db")
     yield store

@@ -102,6 +102,7 @@ async def test_a_cancel_that_comes_again_late_does_not_cancel_what_went_on(home:
 # -- terminate
 
 
+@pytest.mark.slow
 async def test_terminating_gives_a_stubborn_tool_no_time_and_ends_the_sandbox(home: Path) -> None:
     started, objects, sandboxes = asyncio.Event(), MemoryObjectStore(), FakeSandboxes()
     registry = ToolRegistry()
@@ -350,6 +351,7 @@ async def test_a_request_id_is_checked_by_every_verb(runtime: AgentRuntime) -> N
 # -- close
 
 
+@pytest.mark.slow
 async def test_closing_takes_its_time_and_no_more_and_says_what_was_left(home: Path) -> None:
     started, objects = asyncio.Event(), MemoryObjectStore()
     tools = ToolRegistry()
@@ -414,6 +416,7 @@ async def test_a_cancel_that_meets_a_refused_verb_parks_what_others_run(home: Pa
         assert (await session.status()).state == "Interrupted"
 
 
+@pytest.mark.slow
 async def test_a_lost_parent_takes_its_children_along_and_a_cancel_says_that_it_could_not_park(home: Path) -> None:
     """The store is gone: nothing of the tree acts on, and whoever comes later finds all of it to go on with."""
     objects = MemoryObjectStore()
@@ -465,6 +468,7 @@ async def test_a_cancel_reaches_a_policy_that_waits(home: Path) -> None:
         assert "did not run" in results(await session.transcript())[0].text
 
 
+@pytest.mark.slow
 async def test_a_stubborn_tool_gets_its_grace_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_group, "CANCEL_GRACE", 0.3)
     started = asyncio.Event()
