@@ -154,20 +154,26 @@ class Loop:
         return await self._cancel_seen() if ports.cancel.cancelled else None
 
     async def _run_batch(self) -> Event:
-        ports, head = self._ports, self._record.head
-        assert head.batch is not None, "a batch runs only while one is open"
-        try:
-            async with cut_off_by(ports.cancel) as cut:
-                self._record.update(batch=await judged(head.batch, self._agent.policy, head.session_id))
-        except BrokenPolicy as error:
-            return Broke(Failure(kind=FailureKind.middleware, message=str(error), retryable=False))
-        if cut.happened:
-            return await self._cancel_seen()
+        ports = self._ports
+        refused = await self._judge() if self._agent.policy is not None else None
+        if refused is not None:
+            return refused
         batch_ports = BatchPorts(
             self._toolbox, ports.sandboxes, ports.children, ports.emitter, ports.clock, ports.cancel
         )
         waits = self._agent.durability == "step"
         return await BatchRun(self._record, self._agent.limits, batch_ports, every_save_waits=waits).run()
+
+    async def _judge(self) -> Event | None:
+        """Has the policy judge the open batch, unless it has; an event when the batch is not to run."""
+        head = self._record.head
+        assert head.batch is not None, "a batch runs only while one is open"
+        try:
+            async with cut_off_by(self._ports.cancel) as cut:
+                self._record.update(batch=await judged(head.batch, self._agent.policy, head.session_id))
+        except BrokenPolicy as error:
+            return Broke(Failure(kind=FailureKind.middleware, message=str(error), retryable=False))
+        return await self._cancel_seen() if cut.happened else None
 
     async def _cancel_seen(self, text: str | None = None, *, called: bool = False) -> CancelSeen:
         reason = self._ports.cancel.reason
@@ -184,8 +190,7 @@ def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
             batch = close_cancelled(batch)
         elif isinstance(state, Fail):
             batch = close_unrun(batch, state.failure.message)
-        record.append(results_message(batch))
-        record.update(batch=None)
+        record.append(results_message(batch), batch=None)
     if isinstance(event, CancelSeen) and event.text:
         said = (TextBlock(text=event.text),)
         record.append(Message(role="assistant", content=said, stop="cancelled", stop_kind="other"))

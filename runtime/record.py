@@ -71,10 +71,11 @@ class Record:
         head = self.head
         self.update(epoch=head.epoch + 1, epoch_write_no=head.write_no + 1, owner=owner, since=now)
 
-    def append(self, message: Message) -> None:
+    def append(self, message: Message, **fields: Any) -> None:
+        """Adds a message, and changes the head's other fields with it."""
         self.messages.append(message)
         self._inline_bytes += _size(message)
-        self.update(inline=(*self.head.inline, message))
+        self.update(inline=(*self.head.inline, message), **fields)
 
     def save_soon(self) -> None:
         """Asks for the head as it is now to be written; raises the error of an earlier write."""
