@@ -2,7 +2,7 @@
 
 The same server, in a process of its own, streams the same reply to all of them. The SDKs are no dependency:
 
-    pip install openai anthropic
+    pip install -e '.[bench]'
     python benchmarks/decode.py
 """
 
