@@ -166,7 +166,7 @@ class SandboxPool:
         except ActorSilent:
             ray.kill(actor)  # it may yet open what was asked for: nobody else must get it
             raise
-        except Exception:
+        except Exception:  # the sandbox was refused, and the actor is as good as before: whoever asked is told
             self._spare.append(actor)
             raise
         return SandboxInfo(actor, incarnation, guarantees)

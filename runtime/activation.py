@@ -21,12 +21,12 @@ from greenroom.runtime.machine import Effect, Stop
 from greenroom.runtime.plans import apply_plan, sandbox_of
 from greenroom.runtime.providers.optional import preflight
 from greenroom.runtime.record import Record
-from greenroom.runtime.results import Failure, FailureKind, RunResult, RunStatus
+from greenroom.runtime.results import Failure, FailureKind, RunResult
 from greenroom.runtime.state import in_flight
 from greenroom.runtime.storage.head import Claim, Head
 from greenroom.runtime.tools.toolbox import Toolbox
 from greenroom.runtime.verbs import Plan
-from greenroom.runtime.view import pending_calls, result_of
+from greenroom.runtime.view import broken_off_result, result_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +181,4 @@ class Activation:
 def _broken_off(head: Head, error: Exception) -> RunFailed:
     kind = FailureKind.sandbox_open if isinstance(error, SandboxError) else FailureKind.storage
     failure = Failure(kind=kind, message=f"{type(error).__name__}: {error}", retryable=False)
-    agent = head.state.agent
-    result = RunResult(
-        session_id=head.session_id,
-        status=RunStatus.failed,
-        text=agent.final_text,
-        usage=agent.usage - head.usage_before,
-        steps=agent.run_step,
-        revision=head.revision,
-        failure=failure,
-        pending_calls=pending_calls(head),
-    )
-    return RunFailed.of(result, failure, resumable=True)
+    return RunFailed.of(broken_off_result(head, failure), failure, resumable=True)

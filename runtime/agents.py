@@ -31,7 +31,7 @@ from greenroom.runtime.providers.scripted import Scripted
 from greenroom.runtime.tools.builtin import default_tools
 from greenroom.runtime.tools.registry import Tool, ToolRegistry, ToolSpec
 
-_ENDPOINTS: dict[type[Endpoint], str] = {OpenAICompatible: "openai", Anthropic: "anthropic"}
+_ENDPOINTS: dict[type[Any], str] = {OpenAICompatible: "openai", Anthropic: "anthropic"}
 
 _SPEC_FIELDS = (
     "name",
@@ -141,9 +141,9 @@ class _Packer:
         return {"type": "function", "function": function, "arguments": arguments, "spec": spec}
 
     def _part(self, part: object, name: str) -> dict[str, Any]:
-        for kind, name_of_kind in _ENDPOINTS.items():
-            if type(part) is kind:  # a subclass is its own: it travels by its class or by value
-                return {"type": name_of_kind, **part.settings()}
+        endpoint = _ENDPOINTS.get(type(part))  # a subclass is its own: it travels by its class or by value
+        if endpoint is not None and isinstance(part, Endpoint):
+            return {"type": endpoint, **part.settings()}
         if type(part) is Scripted and _is_plain(part.script):
             return {"type": "scripted", "script": list(part.script), "name": part.name}
         described = self._described(part)
@@ -233,8 +233,8 @@ class _Unpacker:
             return self._local(entry["local"])
         if "class" in entry:
             return self._load(entry["class"])(**entry["config"])
-        for kind, name_of_kind in _ENDPOINTS.items():
-            if entry["type"] == name_of_kind:
+        for kind, name in _ENDPOINTS.items():
+            if entry["type"] == name:
                 return kind(**{key: value for key, value in entry.items() if key != "type"})
         return Scripted(entry["script"], name=entry["name"])
 

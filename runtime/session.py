@@ -97,12 +97,7 @@ class SessionDriver:
         """Appends a message, or answers the one open follow-up question, and runs nothing."""
         claim = self._claim(request_id, "submit", text)
         if self._active is not None:
-            raise SessionBusy(
-                f"session {self.session_id!r} is running here",
-                session_id=self.session_id,
-                owner=self._host.owner,
-                hint="Wait for the run; `run` queues behind it",
-            )
+            raise self._running_here("Wait for the run; `run` queues behind it")
         async with self._turn:
             for _ in range(RACE_ATTEMPTS):
                 head, etag = await self._activation.read()
@@ -183,12 +178,7 @@ class SessionDriver:
         being run here.
         """
         if self._active is not None:
-            raise SessionBusy(
-                f"session {self.session_id!r} is running here",
-                session_id=self.session_id,
-                owner=self._host.owner,
-                hint="Its owner lives: cancel it, or wait",
-            )
+            raise self._running_here("Its owner lives: cancel it, or wait")
         async with self._turn:
             head, etag = await self._activation.read()
             if judge_release(head, expected_epoch):
@@ -336,6 +326,14 @@ class SessionDriver:
     async def _result_behind(self, receipt: Receipt) -> RunResult | None:
         body = await self._host.storage.get_blob(self.session_id, receipt.blob)
         return None if body is None else checked(RunResult.model_validate_json(body))
+
+    def _running_here(self, hint: str) -> SessionBusy:
+        return SessionBusy(
+            f"session {self.session_id!r} is running here",
+            session_id=self.session_id,
+            owner=self._host.owner,
+            hint=hint,
+        )
 
     def _kept_changing(self) -> SessionBusy:
         return SessionBusy(

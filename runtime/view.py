@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from greenroom.runtime.calls import Interrupt
 from greenroom.runtime.machine import status_of
-from greenroom.runtime.results import PendingCall, RunResult, SessionInfo
+from greenroom.runtime.results import Failure, PendingCall, RunResult, RunStatus, SessionInfo
 from greenroom.runtime.state import Fail, WaitingForUser
 from greenroom.runtime.storage.head import Head
 
@@ -25,16 +25,26 @@ def pending_calls(head: Head) -> tuple[PendingCall, ...]:
 
 def result_of(head: Head) -> RunResult:
     """How the run that ended in this head went; raises IllegalTransition when none has."""
+    failure = head.state.failure if isinstance(head.state, Fail) else None
+    return _result(head, status_of(head.state), failure)
+
+
+def broken_off_result(head: Head, failure: Failure) -> RunResult:
+    """How far the run had come that this failure broke off: the head is at no stop."""
+    return _result(head, RunStatus.failed, failure)
+
+
+def _result(head: Head, status: RunStatus, failure: Failure | None) -> RunResult:
     agent = head.state.agent
     return RunResult(
         session_id=head.session_id,
-        status=status_of(head.state),
+        status=status,
         text=agent.final_text,
         usage=agent.usage - head.usage_before,
         steps=agent.run_step,
         revision=head.revision,
         interrupt=open_interrupt(head),
-        failure=head.state.failure if isinstance(head.state, Fail) else None,
+        failure=failure,
         pending_calls=pending_calls(head),
     )
 

@@ -72,7 +72,7 @@ def ray_cluster() -> Iterator[None]:
                 _temp_dir=folder,
             )
             break
-        except Exception:
+        except Exception:  # a port of its own choice was taken meanwhile, say: once more, then it is told
             if attempt:
                 raise
     yield

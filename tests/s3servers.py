@@ -17,6 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import boto3
 from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
 
 KEY, SECRET = "test-key", "test-secret"
 BUCKET = "bucket"
@@ -108,7 +109,7 @@ def _with_bucket(endpoint: str, running: Callable[[], bool]) -> str:
         try:
             client(endpoint).create_bucket(Bucket=BUCKET)
             return endpoint
-        except Exception:
+        except (BotoCoreError, ClientError):  # it is not up yet
             assert running(), "the S3 server ended"
             assert time.monotonic() < deadline, "the S3 server did not come up"
             time.sleep(0.1)

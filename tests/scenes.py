@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,14 @@ from greenroom.runtime.messages import ToolResultBlock
 
 CASES = Path(__file__).parent / "cases"
 WIRE = Path(__file__).parent / "wire"
+SIZES = [1, 2, 3, 5, 7, 64, None]
+"""Chunk sizes that every recorded body is decoded at; None: whole."""
+
+
+async def chunks(body: bytes, size: int | None) -> AsyncIterator[bytes]:
+    step = size or max(1, len(body))
+    for start in range(0, len(body), step):
+        yield body[start : start + step]
 
 
 def default_registry() -> ToolRegistry:

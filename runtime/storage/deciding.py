@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from greenroom.runtime.errors import (
     AlreadyExists,
@@ -50,6 +50,7 @@ class Mutable(Protocol):
     def encode(self) -> bytes: ...
 
 
+M = TypeVar("M", bound=Mutable)
 Decode = Callable[[bytes, str], Mutable]
 
 
@@ -123,24 +124,27 @@ def lost_to(stored: Mutable | None, ours: Mutable, key: str) -> StorageError:
     return Conflict(f"{key} was changed by somebody else", key=key)
 
 
-async def bury(objects: ObjectStore, key: str, tombstone: Callable[[bytes | None], Mutable | None]) -> None:
-    """Puts a tombstone in place of whatever stands there, which fences every owner.
+async def bury(
+    objects: ObjectStore, key: str, decode: Callable[[bytes, str], M], tombstone: Callable[[M | None], M]
+) -> M:
+    """Puts a tombstone in place of whatever stands there, which fences every owner; answers the one that stays.
 
-    tombstone: of the present body; None when that is one already.
+    tombstone: of what stands there, None for nothing.
     """
     refused: StorageError | None = None
     for attempt in range(BURY_ATTEMPTS):
         await _pause(min(attempt, DECIDE_ATTEMPTS))
         found = await objects.get(key)
-        buried = tombstone(None if found is None else found[0])
-        if buried is None:
-            return
+        stands = None if found is None else decode(found[0], key)
+        if stands is not None and stands.life == "tombstone":
+            return stands
+        buried = tombstone(stands)
         try:
             if found is None:
                 await objects.put_if_absent(key, buried.encode())
             else:
                 await objects.put_if_match(key, buried.encode(), found[1])
-            return
+            return buried
         except (AlreadyExists, PreconditionFailed, NotFound, Undecided) as error:
             refused = error  # somebody wrote meanwhile, or nobody knows: look again
     raise _never_said(key) from refused

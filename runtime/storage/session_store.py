@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import uuid
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import overload
 from urllib.parse import unquote
 
@@ -123,20 +124,10 @@ class SessionStore:
         The tombstone stays and keeps the children's ids, so that deleting a tree can go on after a crash. A root's
         sandbox goes with it.
         """
-        key = self._head_key(sid)
-
-        sandbox = False
-
-        def tombstone(body: bytes | None) -> Head | None:
-            nonlocal sandbox
-            head = None if body is None else decode_head(body, key)
-            sandbox = head is not None and head.parent is None and head.sandbox is not None
-            return None if head is not None and head.life == "tombstone" else tombstone_of(sid, head)
-
-        await deciding.bury(self.objects, key, tombstone)
+        buried = await deciding.bury(self.objects, self._head_key(sid), decode_head, partial(tombstone_of, sid))
         await self.objects.delete(self._active_key(sid))
         await self.remove(sid)
-        if sandbox:
+        if buried.parent is None and buried.sandbox is not None:
             await self._delete_sandbox(sid)
 
     async def delete_tree(self, sid: str) -> list[str]:
@@ -183,11 +174,7 @@ class SessionStore:
     async def _delete_sandbox(self, root: str) -> None:
         head_key = self.sandbox_key(root, "head")
 
-        def tombstone(body: bytes | None) -> SandboxHead | None:
-            head = None if body is None else decode_sandbox_head(body, head_key)
-            return None if head is not None and head.life == "tombstone" else sandbox_tombstone(root, head)
-
-        await deciding.bury(self.objects, head_key, tombstone)
+        await deciding.bury(self.objects, head_key, decode_sandbox_head, partial(sandbox_tombstone, root))
         keys = [key async for key in self.objects.list(self.sandbox_key(root, ""))]
         await self.objects.delete_many([key for key in keys if key != head_key])
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from scenes import bash, call, calls, scripted
 
-from greenroom import AgentRuntime, Deleted, RunFailed, SessionExists, SessionNotFound, Storage
+from greenroom import AgentRuntime, Deleted, RunFailed, SessionExists, SessionNotFound, Storage, StorageError
 from greenroom.runtime.ids import child_id
 from greenroom.runtime.ports import ObjectStore
 from greenroom.runtime.storage import MemoryObjectStore, SessionStore
@@ -89,7 +89,7 @@ async def test_a_deletion_that_is_cut_off_anywhere_can_be_done_again(home: Path,
     faulty = FaultyStore(objects, faults=[Fault("unavailable", skip=crash_at, times=10**6)])
     try:
         await SessionStore(faulty).delete_tree(session.id)
-    except Exception:
+    except StorageError:
         assert faulty.requests
     await SessionStore(objects).delete_tree(session.id)
     async with over(objects) as runtime:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scenes import CASES, WIRE
+from scenes import CASES, SIZES, WIRE, chunks
 
 from greenroom import (
     Message,
@@ -24,14 +23,6 @@ from greenroom import (
 from greenroom.providers import decode_openai, encode_openai
 from greenroom.runtime.calls import ToolSchema
 from greenroom.runtime.messages import ToolResultBlock
-
-SIZES = [1, 2, 3, 5, 7, 64, None]
-
-
-async def chunks(body: bytes, size: int | None) -> AsyncIterator[bytes]:
-    step = size or max(1, len(body))
-    for start in range(0, len(body), step):
-        yield body[start : start + step]
 
 
 async def decode(body: bytes, size: int | None = None) -> list[Any]:
