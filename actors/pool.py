@@ -131,7 +131,9 @@ class SandboxPool:
         async with self._locks.setdefault(root, asyncio.Lock()):
             info = self._open.get(root)
             if info is None or not await self._answers(info):
-                self._open.pop(root, None)
+                lost = self._open.pop(root, None)
+                if lost is not None:
+                    self._drop(lost.actor)
                 info = await self._open_new(root, spec, live)
             self._open[root] = info
             self._open.move_to_end(root)
@@ -146,6 +148,7 @@ class SandboxPool:
             try:
                 await ask(info.actor.close.remote())
             except (ActorLost, ActorSilent):
+                self._drop(info.actor)  # a silent one may yet run what it was to end
                 return
             self._spare.append(info.actor)
 
@@ -161,10 +164,11 @@ class SandboxPool:
         try:
             incarnation, guarantees = await ask(actor.open.remote(root, spec))
         except ActorLost:
+            self._drop(actor)
             actor = self._start()
             incarnation, guarantees = await ask(actor.open.remote(root, spec))
         except ActorSilent:
-            ray.kill(actor)  # it may yet open what was asked for: nobody else must get it
+            self._drop(actor)  # it may yet open what was asked for: nobody else must get it
             raise
         except Exception:  # the sandbox was refused, and the actor is as good as before: whoever asked is told
             self._spare.append(actor)
@@ -186,6 +190,12 @@ class SandboxPool:
         actor.pid.remote()  # its first call: the process imports what it needs before it is needed
         self._started.append(actor)
         return actor
+
+    def _drop(self, actor: Any) -> None:
+        """The actor is dead, or is to be."""
+        ray.kill(actor)
+        if actor in self._started:
+            self._started.remove(actor)
 
     async def _answers(self, info: SandboxInfo) -> bool:
         try:

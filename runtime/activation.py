@@ -10,23 +10,28 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from greenroom.runtime.batch import end_batch
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.emitter import Emitter
 from greenroom.runtime.errors import Conflict, Fenced, RunFailed, SandboxError, SessionNotFound
 from greenroom.runtime.events import EventBuffer
 from greenroom.runtime.host import Host
-from greenroom.runtime.loop import Loop, LoopPorts, park
-from greenroom.runtime.machine import Effect, Stop
-from greenroom.runtime.plans import apply_plan, sandbox_of
+from greenroom.runtime.limits import Limits
+from greenroom.runtime.loop import Loop, save_stop
+from greenroom.runtime.machine import CancelSeen, Effect, Stop
+from greenroom.runtime.ports import Children
 from greenroom.runtime.providers.optional import preflight
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunResult
+from greenroom.runtime.run_ports import RunPorts
 from greenroom.runtime.state import in_flight
-from greenroom.runtime.storage.head import Claim, Head
-from greenroom.runtime.tools.toolbox import Toolbox
+from greenroom.runtime.storage.head import Claim, Head, SandboxRef
+from greenroom.runtime.toolbox import Toolbox
+from greenroom.runtime.transitions import advance, apply_plan
 from greenroom.runtime.verbs import Plan
 from greenroom.runtime.view import broken_off_result, result_of
+from greenroom.runtime.workspace import resolved_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class Activation:
         host = self._host
         digest = head.agent if agent is None else await host.shelf.put(agent)
         agent = await host.shelf.get(digest) if agent is None else agent
-        sandbox = sandbox_of(head, agent)
+        sandbox = _sandbox_of(head, agent)
         if not (plan.take_over and head.cancel is not None):
             preflight(agent.llm)
             Toolbox(agent).preflight(sandbox.spec.kind if sandbox is not None else None)
@@ -87,13 +92,11 @@ class Activation:
             if taken is None:
                 return None
             head, etag = taken
-        record = await self.load(head, etag)
-        if not plan.take_over:
+            record = await self.load(head, etag)
+            claim = _inherited(record, claim)
+        else:
+            record = await self.load(head, etag)
             record.own(host.owner, host.clock.time())
-        if plan.take_over and head.claim is not None and head.claim.given:
-            if claim.request_id != head.claim.request_id:
-                record.also_answers.append(claim)
-            claim = head.claim  # the run still answers the request that began it
         record.update(claim=claim, agent=digest, sandbox=sandbox)
         if head.cancel is not None:
             return Begun(record, agent, (), plan.take_over)
@@ -118,9 +121,9 @@ class Activation:
         forget_alarm = self._set_alarm(token, timeout, agent.limits.max_seconds)
         try:
             if record.head.cancel is not None:  # its owner was cancelling it when it died
-                await park(record, record.head.cancel.reason, host.sandboxes, children, host.clock)
+                await self._end(record, children, record.head.cancel.reason)
             else:
-                ports = LoopPorts(host.sandboxes, children, emitter, host.clock, host.ids, token)
+                ports = RunPorts(host.sandboxes, children, emitter, host.clock, host.ids, token)
                 await Loop(record, agent, ports).run(begun.effects)
             result = result_of(record.head)
         except Exception as error:  # a store or a sandbox that is lost; the session goes on from what is durable
@@ -146,11 +149,17 @@ class Activation:
         if head.owner is None:
             record.own(host.owner, host.clock.time())
         try:
-            children = host.children.children_of(record.head, None)
-            await park(record, reason, host.sandboxes, children, host.clock)
+            await self._end(record, host.children.children_of(record.head, None), reason)
         except (Conflict, Fenced):
             return None
         return result_of(record.head)
+
+    async def _end(self, record: Record, children: Children, reason: str) -> None:
+        """Ends what an owned run left: operations, children, open calls; then it is Interrupted, durably."""
+        await record.mark_cancelled(reason, self._host.clock.time())
+        await end_batch(record, self._host.sandboxes, children, reason)
+        advance(record, CancelSeen(reason), Limits())
+        await save_stop(record, self._host.clock)
 
     async def release(self, head: Head, etag: str) -> None:
         """Lets go of a session: nobody owns it, and whoever did is fenced off."""
@@ -182,3 +191,20 @@ def _broken_off(head: Head, error: Exception) -> RunFailed:
     kind = FailureKind.sandbox_open if isinstance(error, SandboxError) else FailureKind.storage
     failure = Failure(kind=kind, message=f"{type(error).__name__}: {error}", retryable=False)
     return RunFailed.of(broken_off_result(head, failure), failure, resumable=True)
+
+
+def _inherited(record: Record, claim: Claim) -> Claim:
+    """What a run that was taken over answers: the request that began it, and this one with it."""
+    first = record.head.claim
+    if first is None or not first.given:
+        return claim
+    if claim.request_id != first.request_id:
+        record.also_answers.append(claim)
+    return first
+
+
+def _sandbox_of(head: Head, agent: AgentConfig) -> SandboxRef | None:
+    """The tree's sandbox; a root gets it from its agent the first time that agent has one."""
+    if head.sandbox is None and head.parent is None and agent.sandbox_spec is not None:
+        return SandboxRef(spec=resolved_spec(agent.sandbox_spec, head.root))
+    return head.sandbox

@@ -7,12 +7,10 @@ durable with the batch, the call's mark and all earlier outcomes.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 from greenroom.runtime.call_group import CallGroup, Early
 from greenroom.runtime.calls import CallRef, Interrupt, ToolContext, ToolOutput
-from greenroom.runtime.cancel import CancelToken
-from greenroom.runtime.emitter import Emitter
+from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import PreflightError, SandboxDied, SandboxFenced, SandboxUnavailable
 from greenroom.runtime.journal import (
     NOT_RUN_SANDBOX_LOST,
@@ -29,13 +27,13 @@ from greenroom.runtime.journal import (
 )
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.machine import Asked, BatchDone, Broke, CancelSeen
-from greenroom.runtime.messages import Message
-from greenroom.runtime.ports import Children, Clock, TreeSandbox, TreeSandboxes
+from greenroom.runtime.messages import Message, clean
+from greenroom.runtime.ports import Children, TreeSandbox, TreeSandboxes
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunStatus
-from greenroom.runtime.tools.output import clean
+from greenroom.runtime.run_ports import RunPorts
+from greenroom.runtime.toolbox import Toolbox, spawn_output
 from greenroom.runtime.tools.registry import Tool
-from greenroom.runtime.tools.toolbox import Toolbox, spawn_output
 from greenroom.runtime.tree_sandbox import CallSandbox
 
 SANDBOX_GRACE = 5.0
@@ -46,18 +44,6 @@ MAX_ERROR_TEXT = 2000
 
 NOTHING_ACKED = -1
 BatchEnd = BatchDone | Asked | CancelSeen | Broke
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPorts:
-    """What a batch reaches the world through."""
-
-    toolbox: Toolbox
-    sandboxes: TreeSandboxes
-    children: Children
-    emitter: Emitter
-    clock: Clock
-    cancel: CancelToken
 
 
 def open_batch(message: Message, record: Record, toolbox: Toolbox, limits: Limits, step: int) -> Batch:
@@ -79,11 +65,12 @@ def open_batch(message: Message, record: Record, toolbox: Toolbox, limits: Limit
 class BatchRun:
     """One drive through the open batch of `record`."""
 
-    def __init__(self, record: Record, limits: Limits, ports: BatchPorts, *, every_save_waits: bool = True) -> None:
+    def __init__(self, record: Record, agent: AgentConfig, toolbox: Toolbox, ports: RunPorts) -> None:
         self._record = record
-        self._limits = limits
+        self._limits = agent.limits
+        self._every_save_waits = agent.durability == "step"
+        self._toolbox = toolbox
         self._ports = ports
-        self._every_save_waits = every_save_waits
         self._sandbox: TreeSandbox | None = None
         self._opening = asyncio.Lock()
         self._acked_through = NOTHING_ACKED
@@ -144,7 +131,7 @@ class BatchRun:
         try:
             for call in marked:
                 emitter.emit("tool_started", call_key=call.key, name=call.name)
-                tool = self._ports.toolbox.find(call.name)
+                tool = self._toolbox.find(call.name)
                 running.start(call.key, self._run_call(call, tool), self._outer_limit(tool))
             if not await running.join():
                 return await self._cancelled(running)
@@ -179,7 +166,7 @@ class BatchRun:
     def _early_outcome(self, call: CallRecord, why: Early) -> Outcome:
         if why is Early.by_itself:
             return Outcome.error("The call was cancelled from inside.", counts=True)
-        limit = self._limit(self._ports.toolbox.find(call.name)) or 0
+        limit = self._limit(self._toolbox.find(call.name)) or 0
         text = f"Timed out after {limit:g} s. The call was stopped; it may have taken partial effect."
         return Outcome.error(text, counts=True)
 
@@ -240,7 +227,7 @@ class BatchRun:
             progress=self._ports.emitter.progress(call.key),
             sandbox=self._call_sandbox(tool, call, limit),
         )
-        made = await tool.invoke(self._ports.toolbox.arguments(tool, call), context)
+        made = await tool.invoke(self._toolbox.arguments(tool, call), context)
         return made if isinstance(made, Interrupt) else Outcome.of(made)
 
     async def _run_spawn(self, call: CallRecord) -> Outcome:

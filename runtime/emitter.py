@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from greenroom.runtime.events import Event
+from greenroom.runtime.events import Event, EventType
 from greenroom.runtime.ports import Clock, EventSink
 
 
@@ -20,7 +20,7 @@ class Emitter:
         self._count = 0
         self._loop = asyncio.get_running_loop()
 
-    def emit(self, type: str, **data: Any) -> None:
+    def emit(self, type: EventType, **data: Any) -> None:
         self._count += 1
         self._sink.emit(Event(f"{self._epoch}.{self._count}", type, self._session_id, self._clock.time(), data))
 

@@ -25,8 +25,8 @@ from greenroom.runtime.facade import RuntimeFacade
 from greenroom.runtime.host import Host
 from greenroom.runtime.ids import root_of
 from greenroom.runtime.local_trees import LocalTreeSandboxes
-from greenroom.runtime.ports import Children, Clock, IdSource, LlmProvider, SandboxFactory, TreeSandboxes
-from greenroom.runtime.providers.optional import close as close_provider
+from greenroom.runtime.ports import Children, Clock, IdSource, SandboxFactory, TreeSandboxes
+from greenroom.runtime.providers.optional import OpenProviders
 from greenroom.runtime.results import RunResult, SessionInfo, Transcript
 from greenroom.runtime.session import TERMINATED, SessionDriver
 from greenroom.runtime.sessions import create_root, read_head, read_transcript
@@ -93,8 +93,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         )
         self._drivers: WeakValueDictionary[str, SessionDriver] = WeakValueDictionary()
         self._runs: set[asyncio.Task[Any]] = set()
-        self._providers: WeakValueDictionary[int, LlmProvider] = WeakValueDictionary()
-        self._lasting_providers: dict[int, LlmProvider] = {}
+        self._providers = OpenProviders()
         self._closed = False
 
     # -- sessions
@@ -140,8 +139,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
             task.cancel()
         ending = [asyncio.ensure_future(self._trees.close()), *self._runs]
         await asyncio.wait(ending, timeout=CLOSE_GRACE)
-        for provider in [*self._providers.values(), *self._lasting_providers.values()]:
-            await close_provider(provider)
+        await self._providers.close()
         await self.storage.close()
         return tuple(driver.session_id for driver in left)
 
@@ -167,7 +165,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         elif agent is not None:
             driver.agent = agent
         for provider in agent.providers if agent is not None else ():
-            self._remember(provider)
+            self._providers.remember(provider)
         return driver
 
     def handle(self, session_id: str) -> EmbeddedSession:
@@ -194,14 +192,6 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
 
     def new_id(self) -> str:
         return self._host.ids.new_id()
-
-    def _remember(self, provider: LlmProvider) -> None:
-        """Notes a provider whose connections `close` lets go of, for as long as anybody uses it."""
-        if hasattr(provider, "close"):
-            try:
-                self._providers[id(provider)] = provider
-            except TypeError:  # it takes no weak references
-                self._lasting_providers[id(provider)] = provider
 
     def _live_roots(self) -> set[str]:
         return {root_of(driver.session_id) for driver in list(self._drivers.values()) if driver.running}

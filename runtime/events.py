@@ -10,11 +10,11 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from greenroom.runtime.results import RunResult
 
-EVENT_TYPES = (
+EventType: TypeAlias = Literal[
     "run_started",
     "text",
     "thinking",
@@ -28,7 +28,7 @@ EVENT_TYPES = (
     "notice",
     "gap",
     "run_finished",
-)
+]
 BUFFERED_EVENTS = 2048
 """Events kept per session and owner; a reader further behind gets a `gap`."""
 
@@ -38,7 +38,7 @@ class Event:
     """`id` is the cursor "{epoch}.{n}"; `time` Unix seconds; the fields of its type can be read as attributes."""
 
     id: str
-    type: str
+    type: EventType
     session_id: str
     time: float
     data: Mapping[str, Any] = field(default_factory=dict)

@@ -1,30 +1,17 @@
 """The loop: performs what the state machine asks for and feeds back what happened, from a run's start to its stop.
 
-`machine.step` decides, this file acts. Every transition changes the record in memory; it is saved before anything
-that depends on it happens, and a stop is always saved before it is reported; under durability "effects" other saves
-overlap with the next model call.
+`machine.step` decides, transitions.py moves the record, this file acts. The record is saved before anything that
+depends on it happens, and a stop is always saved before it is reported; under durability "effects" other saves overlap
+with the next model call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from greenroom.runtime import machine
-from greenroom.runtime.batch import BatchPorts, BatchRun, end_batch, open_batch
+from greenroom.runtime.batch import BatchRun, open_batch
 from greenroom.runtime.calls import ModelRequest
-from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
-from greenroom.runtime.emitter import Emitter
-from greenroom.runtime.journal import (
-    CUT_REPLY_NOTE,
-    NOT_RUN_REPLY_CUT,
-    close_cancelled,
-    close_unrun,
-    placeholder_results,
-    results_message,
-)
-from greenroom.runtime.limits import Limits
+from greenroom.runtime.journal import NOT_RUN_REPLY_CUT, placeholder_results
 from greenroom.runtime.machine import (
     BackOff,
     Broke,
@@ -34,69 +21,62 @@ from greenroom.runtime.machine import (
     Event,
     ModelFailed,
     ModelReplied,
-    Resumed,
     RunBatch,
     Stop,
 )
-from greenroom.runtime.messages import Message, TextBlock, Usage, storable
+from greenroom.runtime.messages import Message, Usage, storable
 from greenroom.runtime.model_call import Broken, Cut, call_model
 from greenroom.runtime.policy import BrokenPolicy, judged
-from greenroom.runtime.ports import Children, Clock, IdSource, TreeSandboxes
+from greenroom.runtime.ports import Clock
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind
 from greenroom.runtime.retry import backoff
-from greenroom.runtime.state import Fail, Interrupted, Reasoning, State, ToolExecuting, WaitingForUser
-from greenroom.runtime.tools.toolbox import Toolbox
+from greenroom.runtime.run_ports import RunPorts
+from greenroom.runtime.toolbox import Toolbox
+from greenroom.runtime.transitions import advance
 from greenroom.runtime.view import result_of
-
-
-@dataclass(frozen=True, slots=True)
-class LoopPorts:
-    """What a run reaches the world through."""
-
-    sandboxes: TreeSandboxes
-    children: Children
-    emitter: Emitter
-    clock: Clock
-    ids: IdSource
-    cancel: CancelToken
 
 
 class Loop:
     """One run of an acquired session; `record` is its working memory."""
 
-    def __init__(self, record: Record, agent: AgentConfig, ports: LoopPorts) -> None:
+    def __init__(self, record: Record, agent: AgentConfig, ports: RunPorts) -> None:
         self._record = record
         self._agent = agent
         self._ports = ports
         self._toolbox = Toolbox(agent)
         self._fallback = 0  # the provider that was last called
 
-    async def run(self, effects: tuple[Effect, ...]) -> State:
+    async def run(self, effects: tuple[Effect, ...]) -> None:
         """From these effects to the stop; the stop is durable when it returns. Raises StorageError."""
-        while True:
-            event: Event | None = None
-            for effect in effects:
-                match effect:
-                    case BackOff():
-                        event = await self._back_off(effect)
-                    case CallModel():
-                        event = await self._call_model()
-                    case RunBatch():
-                        event = await self._run_batch()
-                    case Stop():
-                        await save_stop(self._record, self._ports.clock)
-                        return self._record.head.state
-                if event is not None:
-                    break
-            assert event is not None, "every effect but a wait that ran out brings an event"
-            effects = advance(self._record, event, self._agent.limits)
-            if isinstance(effects[0], RunBatch | Stop):
-                continue  # a batch saves itself with its first marks, a stop with its result
-            if self._agent.durability == "step":
-                await self._record.save()
-            else:
-                self._record.save_soon()  # overlaps with the next model call
+        while not isinstance(effects[0], Stop):
+            effects = await self._step(effects)
+        await save_stop(self._record, self._ports.clock)
+
+    async def _step(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
+        """Does what was asked for, moves the record by what came of it, and answers what is to be done next."""
+        effects = advance(self._record, await self._perform(effects), self._agent.limits)
+        if isinstance(effects[0], RunBatch | Stop):
+            return effects  # a batch saves itself with its first marks, a stop with its result
+        if self._agent.durability == "step":
+            await self._record.save()
+        else:
+            self._record.save_soon()  # overlaps with the next model call
+        return effects
+
+    async def _perform(self, effects: tuple[Effect, ...]) -> Event:
+        """What the effects, one after the other, bring about first."""
+        for effect in effects:
+            match effect:
+                case BackOff():
+                    event = await self._back_off(effect)
+                    if event is not None:
+                        return event
+                case CallModel():
+                    return await self._call_model()
+                case RunBatch():
+                    return await self._run_batch()
+        raise AssertionError("every effect but a wait that ran out brings an event")
 
     async def _call_model(self) -> Event:
         ports, agent = self._ports, self._record.head.state.agent
@@ -158,11 +138,7 @@ class Loop:
         refused = await self._judge() if self._agent.policy is not None else None
         if refused is not None:
             return refused
-        batch_ports = BatchPorts(
-            self._toolbox, ports.sandboxes, ports.children, ports.emitter, ports.clock, ports.cancel
-        )
-        waits = self._agent.durability == "step"
-        return await BatchRun(self._record, self._agent.limits, batch_ports, every_save_waits=waits).run()
+        return await BatchRun(self._record, self._agent, self._toolbox, ports).run()
 
     async def _judge(self) -> Event | None:
         """Has the policy judge the open batch, unless it has; an event when the batch is not to run."""
@@ -181,41 +157,9 @@ class Loop:
         return CancelSeen(reason, text or None, called)
 
 
-def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
-    """Moves the state, closes what the new state leaves open, and answers what is to be done next; saves nothing."""
-    state, effects = machine.step(record.head.state, event, limits)
-    batch = record.head.batch
-    if batch is not None and not isinstance(state, ToolExecuting | WaitingForUser):
-        if isinstance(state, Interrupted):
-            batch = close_cancelled(batch)
-        elif isinstance(state, Fail):
-            batch = close_unrun(batch, state.failure.message)
-        record.append(results_message(batch), batch=None)
-    if isinstance(event, CancelSeen) and event.text:
-        said = (TextBlock(text=event.text),)
-        record.append(Message(role="assistant", content=said, stop="cancelled", stop_kind="other"))
-    if isinstance(event, Resumed) and isinstance(state, Reasoning) and _ends_cut_short(record.messages):
-        record.append(Message.user(CUT_REPLY_NOTE))
-    record.update(state=state)
-    return effects
-
-
-def _ends_cut_short(messages: list[Message]) -> bool:
-    """Whether the last word is an assistant's that was cut off; one that its provider paused goes on as it is."""
-    return bool(messages) and messages[-1].role == "assistant" and messages[-1].stop_kind != "pause"
-
-
 async def save_stop(record: Record, clock: Clock) -> None:
     """Makes a stop durable: nobody owns the session any more, and the run counts."""
     stop = {"owner": None, "since": clock.time(), "revision": record.head.revision + 1, "cancel": None}
     receipts = await record.receipts_with(result_of(record.head.but(**stop)))
     record.update(**stop, receipts=receipts)  # in one step: a write under way takes all of it or nothing
     await record.save()
-
-
-async def park(record: Record, reason: str, sandboxes: TreeSandboxes, children: Children, clock: Clock) -> None:
-    """Ends a run that nobody drives any more: what it left running, its children, its open calls; then Interrupted."""
-    await record.mark_cancelled(reason, clock.time())
-    await end_batch(record, sandboxes, children, reason)
-    advance(record, CancelSeen(reason), Limits())
-    await save_stop(record, clock)

@@ -213,16 +213,21 @@ def storable(message: Message) -> Message:
     try:
         _ = message.encoded
     except PydanticSerializationError:
-        return Message.model_validate(_without_surrogates(message.model_dump()))
+        return Message.model_validate(_cleaned(message.model_dump()))
     return message
 
 
-def _without_surrogates(value: Any) -> Any:
+def clean(text: str) -> str:
+    """The text without lone surrogates, which no store and no provider takes."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _cleaned(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
+        return clean(value)
     if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
-    return [_without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
+        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
+    return [_cleaned(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, slots=True)

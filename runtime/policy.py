@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from greenroom.runtime.calls import Interrupt, ProposedCall, Verdict
 from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.journal import DENIED, DENIED_BY_POLICY, Batch, CallRecord, Outcome
+from greenroom.runtime.messages import clean
 from greenroom.runtime.ports import ToolPolicy
-from greenroom.runtime.tools.output import clean
 
 APPROVAL = "approval"
 """The kind of the question that a verdict "ask" puts."""

@@ -19,10 +19,10 @@ from greenroom.runtime.events import EventBuffer
 from greenroom.runtime.host import Host
 from greenroom.runtime.ids import check_request_id
 from greenroom.runtime.limits import Limits
-from greenroom.runtime.plans import apply_plan
 from greenroom.runtime.results import RunResult, RunStatus
 from greenroom.runtime.state import Interrupted, State
 from greenroom.runtime.storage.head import Claim, Head, Receipt
+from greenroom.runtime.transitions import apply_plan
 from greenroom.runtime.verbs import (
     Judgement,
     Plan,

@@ -23,12 +23,11 @@ from greenroom.runtime.errors import (
 )
 from greenroom.runtime.journal import Outcome
 from greenroom.runtime.machine import Answered, Event, Resumed, RunStarted, UserSaid
-from greenroom.runtime.messages import Message
+from greenroom.runtime.messages import Message, clean
 from greenroom.runtime.policy import ruling_of
 from greenroom.runtime.results import RunResult, RunStatus
 from greenroom.runtime.state import Interrupted, Ready, WaitingForUser, in_flight
 from greenroom.runtime.storage.head import Claim, Head, Receipt
-from greenroom.runtime.tools.output import clean
 from greenroom.runtime.view import open_interrupt, result_of
 
 FOLLOWUP = "followup_question"

@@ -28,6 +28,7 @@ from greenroom.runtime.messages import (
     ToolCallDelta,
     ToolResultBlock,
     Usage,
+    clean,
 )
 from greenroom.runtime.providers.failures import broken_stream, error_of_body
 from greenroom.runtime.providers.sse import server_events
@@ -41,7 +42,6 @@ from greenroom.runtime.providers.wire import (
     wire_history,
     wire_object,
 )
-from greenroom.runtime.tools.output import clean
 
 DEFAULT_MAX_TOKENS = 4096
 """What is asked for when the agent sets no max_tokens: the protocol wants a number."""

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from greenroom.runtime.calls import ModelRequest
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.errors import ConfigError, PreflightError, ProviderError
-from greenroom.runtime.messages import Delta
+from greenroom.runtime.messages import Delta, clean
 from greenroom.runtime.providers.failures import broken_stream, error_of_response
 from greenroom.runtime.providers.throttle import Throttle
 from greenroom.runtime.results import FailureKind
 from greenroom.runtime.retry import parse_retry_after
-from greenroom.runtime.tools.output import clean
 
 if TYPE_CHECKING:
     import httpx

@@ -27,6 +27,7 @@ from greenroom.runtime.messages import (
     ToolCallDelta,
     ToolResultBlock,
     Usage,
+    clean,
 )
 from greenroom.runtime.providers.failures import broken_stream, error_of_body
 from greenroom.runtime.providers.sse import server_events
@@ -41,7 +42,6 @@ from greenroom.runtime.providers.wire import (
     wire_arguments,
     wire_history,
 )
-from greenroom.runtime.tools.output import clean
 
 STOP_KINDS: dict[str, StopKind] = {
     "stop": "end",

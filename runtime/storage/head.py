@@ -1,28 +1,26 @@
 """The head: the one mutable object of a session, and the segments it points to. Values and their JSON form.
 
 A head holds everything a new owner needs: who owns the session, its state, the open batch, where its messages lie.
-Values are versioned JSON, never pickle; older versions are brought up when they are read, a newer one is refused and
-left untouched.
+How versions are told apart and brought up is documents.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_serializer, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from greenroom.runtime.calls import SandboxSpec
-from greenroom.runtime.errors import NewerSchema, StorageError
+from greenroom.runtime.errors import StorageError
 from greenroom.runtime.ids import child_id, root_of
 from greenroom.runtime.journal import Batch
 from greenroom.runtime.messages import Message, ShortText, Usage, Value
 from greenroom.runtime.state import AgentState, Ready, State
+from greenroom.runtime.storage.documents import Migration, decode_document
 
 SCHEMA_VERSION = 3
 
@@ -160,20 +158,7 @@ class Head(Value):
 
 def decode_head(body: bytes, key: str) -> Head:
     """The head in `body`, brought up to this schema; raises NewerSchema or StorageError(serde), both naming the key."""
-    try:
-        return Head.model_validate_json(body)
-    except ValidationError as error:
-        version = schema_version(body)
-        if version is not None and version < SCHEMA_VERSION:
-            return _migrated(body, version, key)
-        if version is not None and version > SCHEMA_VERSION:
-            raise NewerSchema(
-                f"{key} was written with schema version {version}, this is version {SCHEMA_VERSION}",
-                kind="serde",
-                key=key,
-                hint="It was left untouched: use the newer Greenroom that wrote it",
-            ) from None
-        raise _damaged(error, key) from None
+    return decode_document(Head, "head", SCHEMA_VERSION, body, key, MIGRATIONS)
 
 
 def decode_segment(body: bytes, ref: SegmentRef, key: str) -> tuple[Message, ...]:
@@ -205,30 +190,8 @@ def _to_3(document: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in document.items() if key != "children"}, "spawned": spawned}
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2, 2: _to_3}
+MIGRATIONS: dict[int, Migration] = {1: _to_2, 2: _to_3}
 """From a version to the one after it."""
-
-
-def _migrated(body: bytes, version: int, key: str) -> Head:
-    document: dict[str, Any] = json.loads(body)
-    while version in MIGRATIONS:
-        document = MIGRATIONS[version](document)
-        version += 1
-    try:
-        return Head.model_validate(document | {"schema_version": version}, strict=False)
-    except ValidationError as error:
-        raise _damaged(error, key) from None
-
-
-def _damaged(error: ValidationError, key: str) -> StorageError:
-    first = error.errors(include_input=False, include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the document"
-    return StorageError(
-        f"{key} is no valid head: {where}: {first['msg']}",
-        kind="serde",
-        key=key,
-        hint="The object was damaged or changed by something else; restore it from a backup",
-    )
 
 
 def tombstone_of(sid: str, head: Head | None) -> Head:
@@ -254,13 +217,3 @@ def tombstone_of(sid: str, head: Head | None) -> Head:
         spawned=head.spawned,
         state=Ready(agent=AgentState(session_id=sid)),
     )
-
-
-def schema_version(body: bytes) -> int | None:
-    """The version a stored document says it has; None when it says none."""
-    try:
-        document: Any = json.loads(body)
-    except ValueError:
-        return None
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    return version if isinstance(version, int) else None

@@ -9,11 +9,10 @@ from __future__ import annotations
 import uuid
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from greenroom.runtime.errors import NewerSchema, StorageError
 from greenroom.runtime.messages import Value
-from greenroom.runtime.storage.head import schema_version
+from greenroom.runtime.storage.documents import decode_document
 
 SANDBOX_SCHEMA = 1
 
@@ -41,23 +40,7 @@ class SandboxHead(Value):
 
 def decode_sandbox_head(body: bytes, key: str) -> SandboxHead:
     """Raises NewerSchema or StorageError(serde), both naming the key."""
-    try:
-        return SandboxHead.model_validate_json(body)
-    except ValidationError as error:
-        version = schema_version(body)
-        if version is not None and version > SANDBOX_SCHEMA:
-            raise NewerSchema(
-                f"{key} was written with schema version {version}, this is version {SANDBOX_SCHEMA}",
-                kind="serde",
-                key=key,
-                hint="It was left untouched: use the newer Greenroom that wrote it",
-            ) from None
-        raise StorageError(
-            f"{key} is no sandbox head: {error.errors()[0]['msg']}",
-            kind="serde",
-            key=key,
-            hint="The object was damaged or changed by something else; restore it from a backup",
-        ) from None
+    return decode_document(SandboxHead, "sandbox head", SANDBOX_SCHEMA, body, key)
 
 
 def sandbox_tombstone(root: str, head: SandboxHead | None) -> SandboxHead:

@@ -39,6 +39,7 @@ class Storage:
         self.transcripts = transcripts
         self.objects = objects
         self.url = url
+        self._store = checkpoints if isinstance(checkpoints, SessionStore) else None
 
     @classmethod
     def open(cls, url: str) -> Storage:
@@ -109,7 +110,7 @@ class Storage:
 
     async def is_tombstone(self, sid: str) -> bool:
         """Whether the session was deleted, perhaps not wholly."""
-        return isinstance(self.checkpoints, SessionStore) and await self.checkpoints.is_tombstone(sid)
+        return self._store is not None and await self._store.is_tombstone(sid)
 
     async def get_blob(self, sid: str, name: str) -> bytes | None:
         store = self._own()
@@ -117,8 +118,8 @@ class Storage:
 
     async def delete_tree(self, sid: str) -> list[str]:
         """Deletes a session and everything below it; answers the ids."""
-        if isinstance(self.checkpoints, SessionStore):
-            gone = await self.checkpoints.delete_tree(sid)
+        if self._store is not None:
+            gone = await self._store.delete_tree(sid)
         else:
             gone = []
             waiting = [sid]
@@ -143,11 +144,11 @@ class Storage:
 
     async def put_agent(self, digest: str, body: bytes) -> None:
         """Stores an agent's document; a storage without objects keeps none."""
-        if isinstance(self.checkpoints, SessionStore):
-            await self.checkpoints.put_agent(digest, body)
+        if self._store is not None:
+            await self._store.put_agent(digest, body)
 
     async def get_agent(self, digest: str) -> bytes | None:
-        return await self.checkpoints.get_agent(digest) if isinstance(self.checkpoints, SessionStore) else None
+        return None if self._store is None else await self._store.get_agent(digest)
 
     async def active_ids(self) -> list[str]:
         return await self._listing().active_ids()
@@ -158,9 +159,9 @@ class Storage:
 
     def _own(self) -> SessionStore | None:
         """Our own store over objects, when it serves both roles."""
-        return self.checkpoints if self.inlines and isinstance(self.checkpoints, SessionStore) else None
+        return self._store if self.inlines else None
 
     def _listing(self) -> SessionStore:
-        if not isinstance(self.checkpoints, SessionStore):
+        if self._store is None:
             raise ConfigError("this storage cannot list its sessions", hint="Only stores over an ObjectStore can")
-        return self.checkpoints
+        return self._store

@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from greenroom.runtime.calls import ExecResult, Interrupt, ToolContext, ToolOutput
 from greenroom.runtime.errors import ConfigError, PathRefused
+from greenroom.runtime.messages import clean
 from greenroom.runtime.ports import BoundSandbox
-from greenroom.runtime.tools.output import clean, plain_json
+from greenroom.runtime.tools.output import plain_json
 from greenroom.runtime.tools.registry import Tool, ToolRegistry, ToolSpec, with_trust
 
 

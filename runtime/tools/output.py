@@ -8,6 +8,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from greenroom.runtime.calls import ToolOutput
+from greenroom.runtime.messages import clean
 
 
 class NotPlain(TypeError):
@@ -29,11 +30,6 @@ def plain_json(value: Any) -> str:
         return to_json(value, inf_nan_mode="null", bytes_mode="base64", fallback=_fallback).decode()
     except (PydanticSerializationError, ValueError, RecursionError) as error:
         raise NotPlain(f"the result cannot be written as JSON: {error}") from None
-
-
-def clean(text: str) -> str:
-    """The text without lone surrogates, which no store and no provider takes."""
-    return text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
 
 
 def _fallback(value: Any) -> Any:
