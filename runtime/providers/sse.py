@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterable, AsyncIterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 _BOM = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerEvent:
+class ServerEvent(NamedTuple):
     """`event` is "" when the stream names none; `data` the data lines joined by LF, undecoded."""
 
     event: str
@@ -49,8 +48,8 @@ async def server_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[ServerEve
     data: list[bytes] = []
     async for line in lines(chunks):
         if not line:
-            if b"".join(data).strip():
-                yield ServerEvent(event.decode("utf-8", "replace"), b"\n".join(data))
+            if found := _event(event, data):
+                yield found
             event, data = b"", []
             continue
         name, _, value = line.partition(b":")
@@ -59,5 +58,11 @@ async def server_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[ServerEve
             data.append(value)
         elif name == b"event":
             event = value
-    if b"".join(data).strip():
-        yield ServerEvent(event.decode("utf-8", "replace"), b"\n".join(data))
+    if found := _event(event, data):
+        yield found
+
+
+def _event(event: bytes, data: list[bytes]) -> ServerEvent | None:
+    """None for one without data."""
+    payload = b"\n".join(data)
+    return ServerEvent(event.decode("utf-8", "replace"), payload) if payload.strip() else None

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
+from pydantic_core import from_json
+
 from greenroom.runtime.messages import Message, ToolCallBlock, ToolResultBlock
 from greenroom.runtime.providers.failures import broken_stream
 
@@ -43,9 +45,12 @@ class Body:
 def json_object(data: bytes, *, emitted: bool) -> dict[str, Any]:
     """The JSON object in an event or a body; raises ProviderError of kind provider_stream."""
     try:
-        found = json.loads(data.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        raise broken_stream(f"the stream holds no valid JSON: {data[:200]!r}", emitted=emitted) from None
+        found = from_json(data)  # a quarter of the cost; it takes no half characters, and says so
+    except ValueError:
+        try:
+            found = json.loads(data.decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            raise broken_stream(f"the stream holds no valid JSON: {data[:200]!r}", emitted=emitted) from None
     if not isinstance(found, dict):
         raise broken_stream(f"the stream holds no JSON object: {data[:200]!r}", emitted=emitted)
     return found
