@@ -11,8 +11,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from greenroom import AgentConfig, Scripted, ToolRegistry, Transcript, register_default_tools
+from greenroom import AgentConfig, AgentRuntime, Scripted, Storage, ToolRegistry, Transcript, register_default_tools
+from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.messages import ToolResultBlock
+from greenroom.runtime.ports import ObjectStore
+from greenroom.testing import FakeSandboxes, strict_history
 
 CASES = Path(__file__).parent / "cases"
 WIRE = Path(__file__).parent / "wire"
@@ -52,9 +55,64 @@ def bash(command: str) -> dict[str, Any]:
     return calls(call("bash", command=command))
 
 
+ASK = calls(call("askFollowupQuestion", question="?"))
+"""A script's entry: one question to the user."""
+
+
 def results(transcript: Transcript) -> list[ToolResultBlock]:
     """Every tool result of a transcript, in order."""
     return [block for message in transcript.messages for block in message.content if isinstance(block, ToolResultBlock)]
+
+
+def tools(*functions: Any, **options: Any) -> ToolRegistry:
+    """A registry of these functions, each with these options."""
+    registry = ToolRegistry()
+    for function in functions:
+        registry.tool(function, **options)
+    return registry
+
+
+def over(objects: ObjectStore, sandboxes: FakeSandboxes | None = None, **options: Any) -> AgentRuntime:
+    """The embedded edition over an object store, with sandboxes in memory unless told otherwise."""
+    return AgentRuntime(Storage.over(objects), sandboxes=sandboxes or FakeSandboxes(), **options)
+
+
+def waits(started: asyncio.Event) -> Any:
+    """A command that says when it has begun, and does not end."""
+
+    async def hang(command: str) -> str:
+        started.set()
+        await asyncio.sleep(600)
+        return ""
+
+    return hang
+
+
+async def hang(command: str) -> str:
+    """A command that outlasts its owner."""
+    await asyncio.sleep(60)
+    return "the old owner's"
+
+
+async def hanging_run(runtime: AgentRuntime, script: tuple[Any, ...], **fields: Any) -> tuple[str, asyncio.Task[Any]]:
+    """A run that hangs in its first bash call, as its owner would if it had been stopped there."""
+    session = await runtime.create_session(scripted(*script, **fields))
+    run = asyncio.create_task(session.run("go"))
+    trees = runtime._trees
+    assert isinstance(trees, LocalTreeSandboxes)
+    sandboxes = trees._factory
+    assert isinstance(sandboxes, FakeSandboxes)
+    while not (session.id in sandboxes.opened and sandboxes.opened[session.id].running):
+        await asyncio.sleep(0)
+    return session.id, run
+
+
+async def cancelled_transcript(session: Any) -> list[str]:
+    """The results of an interrupted session, whose history every provider takes."""
+    transcript = await session.transcript()
+    strict_history(transcript.messages)
+    assert (await session.status()).state == "Interrupted"
+    return [block.text for block in results(transcript)]
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:

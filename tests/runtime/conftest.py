@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from pathlib import Path
+
 import pytest
 
-from greenroom.runtime.storage import deciding
+from greenroom import AgentRuntime
+from greenroom.runtime.storage import MemoryObjectStore, deciding
+from greenroom.testing import FakeClock, FakeSandboxes, SeededIds
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """An undecided write is tried again at once."""
     monkeypatch.setattr(deciding, "DECIDE_PAUSE", 0.0)
+
+
+@pytest.fixture
+async def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+async def timed(sandboxes: FakeSandboxes, home: Path, clock: FakeClock) -> AsyncIterator[AgentRuntime]:
+    """The embedded edition on a clock that the test moves."""
+    async with AgentRuntime("memory:", sandboxes=sandboxes, clock=clock, ids=SeededIds(7)) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def shared() -> MemoryObjectStore:
+    return MemoryObjectStore()

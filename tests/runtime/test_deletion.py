@@ -9,19 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenes import bash, call, calls, scripted
+from scenes import bash, call, calls, over, scripted
 
-from greenroom import AgentRuntime, Deleted, RunFailed, SessionExists, SessionNotFound, Storage, StorageError
+from greenroom import (
+    AgentRuntime,
+    Deleted,
+    Fenced,
+    ModelRequest,
+    RunFailed,
+    RunStatus,
+    SessionExists,
+    SessionNotFound,
+    Storage,
+    StorageError,
+    SubAgent,
+    ToolRegistry,
+)
 from greenroom.runtime.ids import child_id
 from greenroom.runtime.ports import ObjectStore
 from greenroom.runtime.storage import MemoryObjectStore, SessionStore
 from greenroom.runtime.storage.garbage import collect_garbage
 from greenroom.runtime.storage.head import tombstone_of
 from greenroom.testing import FakeSandboxes, Fault, FaultyStore, strict_history
-
-
-def over(objects: ObjectStore, **options: Any) -> AgentRuntime:
-    return AgentRuntime(Storage.over(objects), sandboxes=options.pop("sandboxes", FakeSandboxes()), **options)
 
 
 def family() -> Any:
@@ -238,3 +247,58 @@ async def test_a_garbage_collection_between_any_two_requests_takes_nothing_that_
             strict_history(messages)
         at += 1
     assert at > 15
+
+
+async def test_deleting_does_not_wait_for_queued_runs(home: Path) -> None:
+    asked: list[int] = []
+
+    async def model(request: ModelRequest) -> str:
+        asked.append(request.call_no)
+        await asyncio.sleep(60)
+        return "x"
+
+    async with over(MemoryObjectStore()) as runtime:
+        session = await runtime.create_session(scripted(model, model, sandbox=None, tools=ToolRegistry()))
+        runs = [asyncio.create_task(session.run("go")) for _ in range(2)]
+        while not asked:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(session.delete(), 5)
+        await asyncio.gather(*runs, return_exceptions=True)
+        assert asked == [0]
+        assert [info async for info in runtime.sessions()] == []
+
+
+async def test_a_session_made_again_under_a_deleted_id_has_all_of_its_parts(home: Path) -> None:
+    objects = MemoryObjectStore()
+    batch = calls(call("askFollowupQuestion", question="?"), call("write_file", path="f", content="x" * 3000))
+    async with over(objects) as runtime:
+        for _ in range(2):
+            session = await runtime.create_session(scripted(batch, "ok"), "again")
+            assert (await session.run("go")).status is RunStatus.suspended
+            assert (await session.status()).waiting_for is not None
+            await session.delete()
+            await collect_garbage(SessionStore(objects), -1, 10**12)
+
+
+async def test_a_deletion_cut_off_after_the_root_is_finished_by_the_garbage_collection(home: Path) -> None:
+    objects = MemoryObjectStore()
+    child = scripted("c", name="child", sandbox=None)
+    async with over(objects) as runtime:
+        session = await runtime.create_session(
+            scripted(calls(call("helper", task="h")), "ok", subagents={"helper": SubAgent(child)})
+        )
+        await session.run("go")
+        await SessionStore(objects).delete(session.id)
+        assert len([info async for info in runtime.sessions()]) == 1
+        await collect_garbage(SessionStore(objects), -1, 10**12)
+        assert [info async for info in runtime.sessions()] == []
+
+
+async def test_a_host_with_a_lower_fence_cannot_delete(home: Path) -> None:
+    objects = MemoryObjectStore()
+    async with AgentRuntime(Storage.over(objects), host_fence=5, sandboxes=FakeSandboxes()) as new:
+        session = await new.create_session(scripted("one"))
+        await session.run("go")
+    async with AgentRuntime(Storage.over(objects), host_fence=3, sandboxes=FakeSandboxes()) as old:
+        with pytest.raises(Fenced):
+            await old.handle(session.id).delete()

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenes import bash, call, calls, default_registry, results, scripted
+from scenes import bash, call, calls, default_registry, over, results, scripted
 
 from greenroom import (
-    AgentRuntime,
     ConfigError,
     Fenced,
     Limits,
     RequestConflict,
     RunFailed,
     RunStatus,
-    Storage,
     SubAgent,
     ToolRegistry,
 )
@@ -38,10 +36,6 @@ from greenroom.testing import FakeSandboxes, Fault, FaultyStore, strict_history
 @pytest.fixture
 def store() -> FaultyStore:
     return FaultyStore(MemoryObjectStore())
-
-
-def over(objects: ObjectStore, **options: Any) -> AgentRuntime:
-    return AgentRuntime(Storage.over(objects), sandboxes=options.pop("sandboxes", FakeSandboxes()), **options)
 
 
 async def head_of(objects: ObjectStore, sid: str) -> tuple[bytes, dict[str, Any]]:
