@@ -190,6 +190,64 @@ def test_a_cut_call_counts_as_made() -> None:
     state, _ = drive(RunStarted(), CancelSeen("stop", "partial", called=True))
     assert state.agent.call_no == 1
     assert state.agent.final_text == "partial"
+    state, _ = drive(RunStarted(), ASKS, GOOD, CancelSeen("stop", called=True))
+    assert state.agent.call_no == 2
+    state, _ = drive(RunStarted(), ASKS, CancelSeen("stop"))
+    assert state.agent.call_no == 1
+
+
+def agent_state(**counts: Any) -> AgentState:
+    return AgentState(session_id="s", **counts)
+
+
+def test_bounds_hold_for_a_session_whose_agent_has_smaller_ones_by_now() -> None:
+    limits = Limits(max_iter=3, max_consecutive_fail=2)
+    paused = ModelReplied(calls=0, text="so far", stop_kind="pause")
+    state, _ = drive(paused, state=Reasoning(agent=agent_state(run_step=5)), limits=limits)
+    assert machine.status_of(state) is RunStatus.exhausted
+    state, _ = drive(Resumed(), state=Interrupted(agent=agent_state(run_step=5)), limits=limits)
+    assert machine.status_of(state) is RunStatus.exhausted
+    state, _ = drive(GOOD, state=ToolExecuting(agent=agent_state(run_step=5), batch=5), limits=limits)
+    assert machine.status_of(state) is RunStatus.exhausted
+    state, _ = drive(BAD, state=ToolExecuting(agent=agent_state(consecutive_failures=4), batch=5), limits=limits)
+    assert isinstance(state, Fail)
+    assert state.failure.kind is FailureKind.tool
+    state, _ = drive(ModelFailed(PROVIDER), state=Reasoning(agent=agent_state(consecutive_failures=4)), limits=limits)
+    assert isinstance(state, Fail)
+    assert state.failure == PROVIDER
+
+
+def test_a_success_starts_the_count_of_failures_again() -> None:
+    state, _ = drive(RunStarted(), ModelFailed(PROVIDER), REPLY)
+    assert state.agent.consecutive_failures == 0
+    state, _ = drive(ModelFailed(PERMANENT, fallbacks=1), state=Reasoning(agent=agent_state(consecutive_failures=2)))
+    assert (state.agent.consecutive_failures, state.agent.fallback) == (0, 1)
+    state, _ = drive(UserSaid(), state=Success(agent=agent_state(run_step=4, consecutive_failures=2, fallback=1)))
+    assert state.agent == agent_state()
+
+
+@pytest.mark.parametrize("kind", ["end", "tool_calls", "other"])
+def test_a_reply_without_calls_is_the_answer_whatever_its_stop_says(kind: Any) -> None:
+    state, effects = drive(RunStarted(), ModelReplied(calls=0, text="hello", stop_kind=kind))
+    assert (type(state), effects) == (Success, (Stop(),))
+
+
+@pytest.mark.parametrize("kind", ["end", "tool_calls", "pause", "other"])
+def test_a_reply_with_calls_runs_them_whatever_its_stop_says(kind: Any) -> None:
+    state, effects = drive(RunStarted(), ModelReplied(calls=1, text="", stop_kind=kind))
+    assert (type(state), effects) == (ToolExecuting, (RunBatch(),))
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_a_failure_is_reported_as_failed_and_running_out_of_steps_as_exhausted(kind: FailureKind) -> None:
+    state = Fail(agent=agent_state(), failure=Failure(kind=kind, message="m", retryable=False))
+    assert machine.status_of(state) is (RunStatus.exhausted if kind.value == "max_iter" else RunStatus.failed)
+
+
+def test_a_state_that_is_no_stop_has_no_status() -> None:
+    for state in (ready(), Reasoning(agent=agent_state()), ToolExecuting(agent=agent_state(), batch=1)):
+        with pytest.raises(IllegalTransition, match=type(state).__name__):
+            machine.status_of(state)
 
 
 def test_every_pair_outside_the_table_is_refused_and_every_pair_inside_keeps_to_its_targets() -> None:
