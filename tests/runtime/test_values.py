@@ -1,8 +1,7 @@
-"""Small pure parts: back-off, cancel tokens, ids, the journal's decisions, the strict history, events."""
+"""Small pure parts: back-off, ids, the strict history, events."""
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from email.utils import parsedate_to_datetime
 
@@ -10,27 +9,14 @@ import pytest
 from scenes import CASES
 
 import greenroom
-from greenroom import CancelToken, ConfigError, GreenroomError, Interrupt, Message, RunFailed, ToolCallBlock
+from greenroom import ConfigError, GreenroomError, Interrupt, Message, RunFailed, ToolCallBlock
 from greenroom.runtime import errors
 from greenroom.runtime.events import Event, EventBuffer
 from greenroom.runtime.ids import check_root_id, child_id, root_of
-from greenroom.runtime.journal import (
-    CANCELLED_BEFORE_START,
-    CANCELLED_WHILE_RUNNING,
-    Batch,
-    CallRecord,
-    Mark,
-    Outcome,
-    Recovery,
-    close_cancelled,
-    decide,
-    results_message,
-    segments,
-)
 from greenroom.runtime.messages import ToolResultBlock
 from greenroom.runtime.results import Failure, FailureKind, RunResult, RunStatus
 from greenroom.runtime.retry import MAX_BACKOFF, backoff, parse_retry_after
-from greenroom.testing import FakeClock, HistoryError, strict_history
+from greenroom.testing import HistoryError, strict_history
 
 
 def test_back_off_doubles_within_its_jitter_and_is_capped() -> None:
@@ -58,26 +44,6 @@ def test_retry_after_is_read_in_both_forms_and_never_believed_blindly(line: str)
         assert backoff(0.2, 1, 0.0, retry_after=delay) == min(MAX_BACKOFF, float(value))
 
 
-async def test_a_cancel_goes_down_the_tree_and_never_up() -> None:
-    root = CancelToken()
-    child, sibling = root.child(), root.child()
-    child.cancel("enough")
-    assert (child.cancelled, sibling.cancelled, root.cancelled) == (True, False, False)
-    root.cancel("all")
-    await asyncio.wait_for(sibling.wait(), 1)
-    assert sibling.reason == "all"
-    assert child.reason == "enough"
-    assert root.child().cancelled, "a child made later starts cancelled"
-
-
-def test_a_deadline_bounds_the_children() -> None:
-    clock = FakeClock()
-    parent = CancelToken(timeout=10, monotonic=clock.monotonic)
-    assert parent.child(timeout=60).remaining == 10
-    assert parent.child(timeout=5).remaining == 5
-    assert CancelToken().remaining is None
-
-
 def test_a_child_is_named_by_its_call_and_names_its_root() -> None:
     child = child_id("root", "root/1/2/0")
     assert child == child_id("root", "root/1/2/0") != child_id("root", "root/1/2/1")
@@ -86,58 +52,6 @@ def test_a_child_is_named_by_its_call_and_names_its_root() -> None:
         with pytest.raises(ConfigError):
             check_root_id(bad)
     assert check_root_id("../häuser/1") == "../häuser/1"
-
-
-# -- the journal
-
-
-def record(index: int = 0, **fields: object) -> CallRecord:
-    base = CallRecord(key=f"s/1/1/{index}", call_id=f"c{index}", name="t", arguments={}, digest="d")
-    return base.model_copy(update=fields)
-
-
-HERE = Mark(place="inc-1", epoch=1)
-PROCESS = Mark(place="process", epoch=1)
-
-
-@pytest.mark.parametrize(
-    ("call", "incarnation", "what"),
-    [
-        (record(outcome=Outcome.error("x")), None, Recovery.reuse),
-        (record(), None, Recovery.run),
-        (record(effect="read_only"), "inc-1", Recovery.run),
-        (record(started=HERE, runs_in="sandbox"), "inc-1", Recovery.ask_place),
-        (record(started=HERE, runs_in="sandbox"), "inc-2", Recovery.unknown),
-        (record(started=HERE, runs_in="sandbox"), None, Recovery.unknown),
-        (record(started=HERE, runs_in="sandbox", effect="idempotent"), "inc-2", Recovery.run),
-        (record(started=HERE, runs_in="sandbox", effect="read_only"), "inc-2", Recovery.run),
-        (record(started=PROCESS), None, Recovery.unknown),
-        (record(started=PROCESS, effect="idempotent"), None, Recovery.run),
-        (record(started=PROCESS, effect="read_only"), None, Recovery.run),
-    ],
-)
-def test_the_recovery_table(call: CallRecord, incarnation: str | None, what: Recovery) -> None:
-    assert decide(call, incarnation) is what
-
-
-def test_neighbouring_reads_run_together_and_everything_else_alone() -> None:
-    read = {"effect": "read_only"}
-    batch = [record(0, **read), record(1, **read), record(2), record(3, **read), record(4), record(5)]
-    assert [[call.key[-1] for call in group] for group in segments(batch)] == [["0", "1"], ["2"], ["3"], ["4"], ["5"]]
-    spawns = [record(i, spawns=True, parallel=True, effect="idempotent") for i in range(3)]
-    assert [len(group) for group in segments(spawns)] == [3]
-
-
-def test_a_cancelled_batch_is_closed_with_the_truth_in_call_order() -> None:
-    done = Outcome.error("real")
-    batch = Batch(step=1, calls=(record(0, outcome=done), record(1, started=PROCESS), record(2)))
-    blocks = results_message(close_cancelled(batch)).content
-    assert all(isinstance(block, ToolResultBlock) for block in blocks)
-    assert [(block.call_id, block.text) for block in blocks if isinstance(block, ToolResultBlock)] == [
-        ("c0", "real"),
-        ("c1", CANCELLED_WHILE_RUNNING),
-        ("c2", CANCELLED_BEFORE_START),
-    ]
 
 
 # -- histories
