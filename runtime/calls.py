@@ -174,12 +174,23 @@ class ExecResult(Value):
 
 
 class SandboxLimits(Value):
-    """Bounds of one command: bytes of output kept at its start and its end, seconds it may take (0: no limit)."""
+    """Bounds of a sandbox.
+
+    Of one command: bytes of output kept at its start and its end, seconds it may take (0: no limit); max_file_bytes:
+    of a file that a tool reads. Enforced by isolating kinds only: max_processes: processes and threads at once;
+    memory_bytes: of one process's data, and of all together, which is looked at every 0.1 s; max_write_bytes: of a
+    file that a command writes; tmp_bytes, shm_bytes: of /tmp and /dev/shm.
+    """
 
     output_head: int = Field(default=16 * 1024, ge=0)
     output_tail: int = Field(default=48 * 1024, ge=0)
     max_seconds: float = Field(default=0.0, ge=0)
     max_file_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
+    max_processes: int = Field(default=512, ge=8)
+    memory_bytes: int = Field(default=4 * 1024**3, ge=64 * 1024**2)
+    max_write_bytes: int = Field(default=4 * 1024**3, ge=1)
+    tmp_bytes: int = Field(default=1024**3, ge=1)
+    shm_bytes: int = Field(default=64 * 1024**2, ge=1)
 
 
 class SandboxSpec(Value):

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
+from greenroom.runtime.ports import Sandbox
+from greenroom.sandbox.bubblewrap import REMEDY, BubblewrapSandbox, find_bubblewrap
 from greenroom.sandbox.host import HostSandbox
+from greenroom.sandbox.probe import Opens, refuse_unless_it_holds
+
+KINDS: dict[str, Opens] = {"bubblewrap": BubblewrapSandbox.open, "host": HostSandbox.open}
+"""How each kind is opened, the isolating ones first."""
+
+_proved: set[tuple[Path, int]] = set()
+"""The bwrap and the user of this process that have been tried and found to isolate."""
 
 
 class ShippedSandboxes:
-    async def open(self, spec: SandboxSpec, root: str, snapshot: str | None = None) -> HostSandbox:
-        if spec.kind != "host":
-            raise SandboxUnavailable(
-                f"the sandbox {spec.kind!r} is not available in this version",
-                hint="Use sandbox='host' (--sandbox host): no isolation, commands run on this machine as you",
-            )
+    async def open(self, spec: SandboxSpec, root: str, snapshot: str | None = None) -> Sandbox:
+        """Raises SandboxUnavailable with what to do about it."""
+        if spec.kind not in KINDS:
+            raise SandboxUnavailable(f"there is no sandbox {spec.kind!r}", hint=f"One of {', '.join(KINDS)}")
         if snapshot is not None:
-            raise SandboxUnavailable("the host sandbox has no snapshots", hint="Its workspace folder is kept as it is")
+            raise SandboxUnavailable(
+                "these sandboxes have no snapshots", hint="Their workspace folder is kept as it is"
+            )
         if spec.workspace is None:
             raise SandboxUnavailable("the session has no workspace folder", hint="Give SandboxSpec(workspace=...)")
+        if spec.kind == "bubblewrap":
+            await _prove()
+            return await BubblewrapSandbox.open(Path(spec.workspace), spec)
         return await HostSandbox.open(Path(spec.workspace), spec)
+
+
+async def _prove() -> None:
+    """Tries the isolation once per process; what has failed is tried again, since somebody may have mended it."""
+    proof = (find_bubblewrap().path, os.geteuid())
+    if proof not in _proved:
+        await refuse_unless_it_holds(BubblewrapSandbox.open, "bubblewrap", REMEDY)
+        _proved.add(proof)

@@ -1,12 +1,17 @@
-"""The keeper: a small process that owns all commands of one sandbox. Run as a script, alone (python -I -S), no imports
-of ours: it may later be PID 1 of a namespace.
+"""The keeper: a small process that owns all commands of one sandbox. Run by itself (python -I -S), no import of ours:
+under bubblewrap it is PID 1 of its namespace, and this file is all of ours that is in there.
+
+    keeper.py SOCKET LIMITS         a descriptor, and JSON: {} for none, or bounds that hold from here down:
+                                    {"processes": N, "file_bytes": N, "data_bytes": N, "memory_bytes": N}
 
 It speaks over one SOCK_SEQPACKET socket, a JSON object per packet:
 
-    owner -> keeper   {"run": ID, "argv": [...], "cwd": DIR, "env": {...}}   with one descriptor: stdout and stderr
+    owner -> keeper   {"run": ID, "argv": [...], "cwd": DIR, "env": {...}}   with one descriptor, its stdout and stderr,
+                                                                             and perhaps another, its script
                       {"kill": ID}                                           the command's whole tree: TERM, then KILL
     keeper -> owner   {"ready": PID}
                       {"exit": ID, "status": WAIT_STATUS}                    the command's own process has ended
+                      {"oom": ID}                                            it is being killed: too much memory
                       {"failed": ID, "error": TEXT}                          it could not be started
                       {"gone": ID}                                           nothing of its tree is left
 
@@ -19,8 +24,10 @@ from __future__ import annotations
 
 import array
 import ctypes
+import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -32,9 +39,12 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 TERM_GRACE = 0.5  # seconds between TERM and KILL
+WATCH_INTERVAL = 0.1  # seconds between two looks at the memory of all commands together
 MAX_PACKET = 1 << 20
+SCRIPT = 3  # where a command finds its script
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -87,7 +97,19 @@ def is_zombie(pid: int) -> bool:
     return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3] in (b"Z", b"X")
 
 
-def mind(sock: socket.socket, request: dict[str, Any], output: int) -> NoReturn:
+def memory_of(pids: list[int]) -> int:
+    """Bytes of memory that these processes hold, shared pages counted for each."""
+    total = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm", "rb") as file:
+                total += int(file.read().split()[1])
+        except OSError:
+            pass
+    return total * resource.getpagesize()
+
+
+def mind(sock: socket.socket, request: dict[str, Any], output: int, script: int | None) -> NoReturn:
     """A minder's whole life: starts the command, tells how it ended, stays until its tree is empty."""
     parent = os.getppid()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -96,12 +118,18 @@ def mind(sock: socket.socket, request: dict[str, Any], output: int) -> NoReturn:
         os._exit(0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gate_read, gate_write = os.pipe()  # carries an exec failure; closes by itself when exec works
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:  # as many processes as there may be
+        send(sock, {"failed": request["run"], "error": error.strerror})
+        os._exit(0)
     if child == 0:
         os.close(gate_read)
-        start(request, output, gate_write)
+        start(request, output, script, gate_write)
     os.close(gate_write)
     os.close(output)
+    if script is not None:
+        os.close(script)
     failure = b""
     while True:
         piece = os.read(gate_read, 4096)
@@ -122,20 +150,24 @@ def mind(sock: socket.socket, request: dict[str, Any], output: int) -> NoReturn:
             send(sock, {"exit": request["run"], "status": status})
 
 
-def start(request: dict[str, Any], output: int, gate: int) -> NoReturn:
+def start(request: dict[str, Any], output: int, script: int | None, gate: int) -> NoReturn:
     """In the command's own process: the surroundings, then exec. Never returns."""
     try:
         os.setsid()
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_DFL)
+        for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
+            signal.signal(stop, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         null = os.open("/dev/null", os.O_RDONLY)
-        os.dup2(null, 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        null, output, gate = (fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (null, output, gate))  # out of the way
         os.set_inheritable(gate, False)
-        os.closerange(3, gate)
+        first_closed = SCRIPT
+        if script is not None:
+            os.dup2(script, SCRIPT)
+            first_closed = SCRIPT + 1
+        for fd, number in ((null, 0), (output, 1), (output, 2)):
+            os.dup2(fd, number)
+        os.closerange(first_closed, gate)
         os.closerange(gate + 1, 65536)
         os.chdir(request["cwd"])
         os.execvpe(request["argv"][0], request["argv"], request["env"])
@@ -152,8 +184,9 @@ def send(sock: socket.socket, message: dict[str, Any]) -> None:
 
 
 class Keeper:
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, memory_bytes: int) -> None:
         self.sock = sock
+        self.memory_bytes = memory_bytes
         self.minders: dict[int, str] = {}  # minder's pid -> command id
         self.doomed: dict[str, float] = {}  # command id -> when TERM becomes KILL
 
@@ -166,12 +199,16 @@ class Keeper:
         send(self.sock, {"ready": os.getpid()})
         while True:
             wait: float | None = None
+            if self.memory_bytes and self.minders:
+                wait = WATCH_INTERVAL
             if self.doomed:
-                wait = max(0.0, min(self.doomed.values()) - time.monotonic())
+                soonest = max(0.0, min(self.doomed.values()) - time.monotonic())
+                wait = soonest if wait is None else min(wait, soonest)
             readable, _, _ = select.select([self.sock.fileno(), wake_read], [], [], wait)
             if wake_read in readable:
                 os.read(wake_read, 4096)
             self.reap()
+            self.watch()
             self.execute_doomed()
             if self.sock.fileno() in readable and not self.receive():
                 return
@@ -179,7 +216,7 @@ class Keeper:
     def receive(self) -> bool:
         """One packet; False when the owner has gone."""
         try:
-            data, ancillary, _, _ = self.sock.recvmsg(MAX_PACKET, socket.CMSG_SPACE(4))
+            data, ancillary, _, _ = self.sock.recvmsg(MAX_PACKET, socket.CMSG_SPACE(2 * array.array("i").itemsize))
         except OSError:
             return False
         if not data:
@@ -190,22 +227,40 @@ class Keeper:
                 descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
         request = json.loads(data)
         if "run" in request:
-            self.run(request, descriptors[0])
+            self.run(request, descriptors[0], descriptors[1] if len(descriptors) > 1 else None)
         elif "kill" in request:
             self.doom(request["kill"])
         return True
 
-    def run(self, request: dict[str, Any], output: int) -> None:
-        pid = os.fork()
+    def run(self, request: dict[str, Any], output: int, script: int | None) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            send(self.sock, {"failed": request["run"], "error": error.strerror})
+            send(self.sock, {"gone": request["run"]})
+            pid = -1
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
-                mind(self.sock, request, output)
+                mind(self.sock, request, output, script)
             finally:
                 os._exit(1)
-        os.close(output)
-        self.minders[pid] = request["run"]
+        for fd in (output, script):
+            if fd is not None:
+                os.close(fd)
+        if pid > 0:
+            self.minders[pid] = request["run"]
+
+    def watch(self) -> None:
+        """Ends the command that holds the most memory when all of them together hold too much."""
+        if not self.memory_bytes or not self.minders:
+            return
+        used = {pid: memory_of(descendants(pid)) for pid in self.minders}
+        if sum(used.values()) > self.memory_bytes:
+            worst = max(used, key=lambda pid: used[pid])
+            send(self.sock, {"oom": self.minders[worst]})
+            kill_below(worst)
 
     def doom(self, command: str) -> None:
         for pid, owner in self.minders.items():
@@ -236,14 +291,30 @@ class Keeper:
                 send(self.sock, {"gone": command})
 
 
+def bound(limits: dict[str, int]) -> None:
+    """Limits of everything that is started from here on; core files are never written."""
+    kinds = {
+        "processes": resource.RLIMIT_NPROC,
+        "file_bytes": resource.RLIMIT_FSIZE,
+        "data_bytes": resource.RLIMIT_DATA,
+    }
+    for name, kind in kinds.items():
+        if limits.get(name):
+            resource.setrlimit(kind, (limits[name], limits[name]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
+    limits = json.loads(sys.argv[2])
+    bound(limits)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no command may look into this process or speak for it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        Keeper(sock).serve()
+        Keeper(sock, limits.get("memory_bytes", 0)).serve()
     finally:
         kill_below(os.getpid())
 

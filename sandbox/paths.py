@@ -35,10 +35,15 @@ class _OpenHow(ctypes.Structure):
 
 
 class RootedFiles:
-    """The files below `root`; the folder itself is held open, so that moving it changes nothing."""
+    """The files below `root`; the folder itself is held open, so that moving it changes nothing.
 
-    def __init__(self, root: Path) -> None:
-        self._path = str(root)
+    seen_as: the root's path as callers name it, if that is another; owner: user and group that new files and folders
+    belong to, None for this process's own.
+    """
+
+    def __init__(self, root: Path, *, seen_as: str | None = None, owner: tuple[int, int] | None = None) -> None:
+        self._path = seen_as or str(root)
+        self._owner = owner
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -70,7 +75,7 @@ class RootedFiles:
                 return
             if mode is not None:
                 _refuse_irregular(path, mode)
-            _replace(parent, name, data, 0o666 if mode is None else stat.S_IMODE(mode), keep_mode=mode is not None)
+            self._replace(parent, name, data, mode)
 
     def list(self, path: str) -> tuple[str, ...]:
         """Names in a folder, sorted; folders end with a slash."""
@@ -80,7 +85,27 @@ class RootedFiles:
     def _write_through(self, path: str, inner: str, data: bytes) -> None:
         with self._opened(inner, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666) as fd:
             _refuse_irregular(path, os.fstat(fd).st_mode)
+            if self._owner is not None:
+                os.fchown(fd, *self._owner)
             _write_all(fd, data)
+
+    def _replace(self, parent: int, name: str, data: bytes, old_mode: int | None) -> None:
+        """A new file under a name of its own, then renamed over the old one: nobody sees half of it."""
+        temporary = f".{name[:200]}.{secrets.token_hex(6)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o666 if old_mode is None else stat.S_IMODE(old_mode), dir_fd=parent)
+        try:
+            if self._owner is not None:
+                os.fchown(fd, *self._owner)
+            if old_mode is not None:
+                os.fchmod(fd, stat.S_IMODE(old_mode))
+            _write_all(fd, data)
+            os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+        except BaseException:
+            os.unlink(temporary, dir_fd=parent)
+            raise
+        finally:
+            os.close(fd)
 
     @contextmanager
     def _folder(self, folder: str) -> Iterator[int]:
@@ -95,6 +120,8 @@ class RootedFiles:
                 with self._opened(above or ".", os.O_RDONLY | os.O_DIRECTORY) as parent:
                     try:
                         os.mkdir(part, dir_fd=parent)
+                        if self._owner is not None:
+                            os.chown(part, *self._owner, dir_fd=parent, follow_symlinks=False)
                     except FileExistsError:
                         pass  # somebody was faster, or it is a dangling link: opening it will tell
         with self._opened(folder or ".", os.O_RDONLY | os.O_DIRECTORY) as fd:
@@ -139,22 +166,6 @@ class RootedFiles:
                 raise SandboxUnavailable("this kernel has no openat2", hint="Linux 5.6 or newer is needed")
             raise OSError(number, os.strerror(number), shown)
         raise OSError(errno.EAGAIN, "the folder kept changing", shown)
-
-
-def _replace(parent: int, name: str, data: bytes, mode: int, *, keep_mode: bool) -> None:
-    """A new file under a name of its own, then renamed over the old one: nobody sees half of it."""
-    temporary = f".{name[:200]}.{secrets.token_hex(6)}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=parent)
-    try:
-        if keep_mode:
-            os.fchmod(fd, mode)
-        _write_all(fd, data)
-        os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
-    except BaseException:
-        os.unlink(temporary, dir_fd=parent)
-        raise
-    finally:
-        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,15 +22,41 @@ from greenroom.sandbox.output import OutputBuffer
 
 KEEPER = Path(__file__).with_name("keeper.py")
 START_TIMEOUT = 20.0
+MAX_REPLY = 1 << 16
+"""Bytes of one reply of a keeper; what is in a sandbox with it might speak in its name."""
+
+REPLIES_AT_ONCE = 64
+"""Replies that are read before the event loop gets its turn again."""
+
+MAX_COMPLAINT = 2000
+"""Characters of what a keeper that did not start has said."""
+
+MAX_INLINE_COMMAND = 64 * 1024
+"""Bytes; the kernel takes no longer argument than 128 KiB, so a longer command goes along as a script."""
 KILL_TIMEOUT = 5.0
 """Seconds to wait for a killed tree to be gone."""
 DRAIN = 0.1
 """Seconds to go on reading after the command has exited: what it wrote last may still be in the pipe."""
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a keeper comes to run: `prefix` before its own command line, descriptors that the prefix needs.
+
+    python, script: the interpreter and keeper.py as the keeper's surroundings know them; limits: see keeper.py.
+    """
+
+    prefix: Sequence[str] = ()
+    python: str = sys.executable
+    script: str = str(KEEPER)
+    descriptors: Sequence[int] = ()
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class _Command:
     exited: asyncio.Future[int]
+    oom: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -50,28 +75,36 @@ class Keeper:
         self._loop.add_reader(sock.fileno(), self._receive)
 
     @classmethod
-    async def start(cls) -> Keeper:
-        """Raises SandboxUnavailable."""
+    async def start(cls, launch: Launch | None = None) -> Keeper:
+        """Raises SandboxUnavailable with what the process said."""
+        launch = launch or Launch()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
+        complaints = os.memfd_create("complaints")
         with theirs:
+            program = [launch.python, "-I", "-S", launch.script]
+            arguments = [*program, str(theirs.fileno()), json.dumps(dict(launch.limits))]
             process = subprocess.Popen(  # noqa: ASYNC220  # a fork and exec of milliseconds; asyncio's own would need a child watcher
-                [sys.executable, "-I", "-S", str(KEEPER), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [*launch.prefix, *arguments],
+                pass_fds=[theirs.fileno(), *launch.descriptors],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=complaints,
                 start_new_session=True,
+                env={},
             )
         keeper = cls(process, ours)
         try:
             await asyncio.wait_for(asyncio.shield(keeper._ready), START_TIMEOUT)
         except (TimeoutError, SandboxDied):
             await keeper.close()
+            said = os.pread(complaints, MAX_COMPLAINT, 0).decode("utf-8", "replace").strip() or "nothing"
             raise SandboxUnavailable(
-                "the process that keeps a sandbox's commands did not start",
-                hint=f"Try: {sys.executable} -I -S {KEEPER}",
+                f"the process that keeps a sandbox's commands did not start; it said: {said}",
+                hint=f"Try it: {' '.join(program)}",
             ) from None
+        finally:
+            os.close(complaints)
         return keeper
 
     @property
@@ -79,13 +112,16 @@ class Keeper:
         return self._alive
 
     async def run(
-        self, argv: Sequence[str], cwd: str, env: Mapping[str, str], timeout: float | None, limits: SandboxLimits
+        self, command: str, cwd: str, env: Mapping[str, str], timeout: float | None, limits: SandboxLimits
     ) -> ExecResult:
-        """Runs a command to its end; cancelling kills its tree first. Raises SandboxDied, OSError if it can't start."""
+        """Runs a bash command to its end; cancelling kills its tree first.
+
+        Raises SandboxDied, OSError if it cannot be started.
+        """
         buffer = OutputBuffer(limits.output_head, limits.output_tail)
         self._count += 1
         id = str(self._count)
-        command = self._commands[id] = _Command(self._loop.create_future())
+        running = self._commands[id] = _Command(self._loop.create_future())
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
         ended = self._loop.create_future()
@@ -93,27 +129,41 @@ class Keeper:
         self._drains.add(read_end)
         try:
             try:
-                self._send({"run": id, "argv": list(argv), "cwd": cwd, "env": dict(env)}, write_end)
+                self._send_command(id, command, cwd, env, write_end)
             finally:
                 os.close(write_end)
-            await asyncio.wait([command.exited], timeout=timeout)
-            timed_out = not command.exited.done()
+            await asyncio.wait([running.exited], timeout=timeout)
+            timed_out = not running.exited.done()
             if timed_out:
-                await self._kill(id, command)
+                await self._kill(id, running)
             await asyncio.wait([ended], timeout=DRAIN)
-            return _result(command.exited.result() if not timed_out else None, buffer)
+            return _result(None if timed_out else running.exited.result(), buffer, oom=running.oom)
         except asyncio.CancelledError:
-            await self._kill(id, command)
+            await self._kill(id, running)
             raise
         finally:
             # A child that the command left behind may hold the pipe: from now on it is read to nowhere.
             if read_end in self._drains:
                 self._loop.remove_reader(read_end)
                 self._loop.add_reader(read_end, self._read, read_end, None, ended)
-            if command.exited.done() and not command.exited.cancelled():
-                command.exited.exception()
-            if command.gone.is_set():
+            if running.exited.done() and not running.exited.cancelled():
+                running.exited.exception()
+            if running.gone.is_set():
                 self._commands.pop(id, None)
+
+    def _send_command(self, id: str, command: str, cwd: str, env: Mapping[str, str], output: int) -> None:
+        body = command.encode("utf-8", "surrogateescape")
+        request = {"run": id, "argv": ["bash", "-c", command], "cwd": cwd, "env": dict(env)}
+        if len(body) <= MAX_INLINE_COMMAND:
+            self._send(request, [output])
+            return
+        script = os.memfd_create("script")
+        try:
+            with os.fdopen(os.dup(script), "wb") as file:
+                file.write(body)
+            self._send({**request, "argv": ["bash", "/dev/fd/3"]}, [output, script])
+        finally:
+            os.close(script)
 
     async def close(self) -> None:
         """Ends everything the keeper runs; returns when all of it is gone."""
@@ -137,23 +187,20 @@ class Keeper:
         await asyncio.wait([waiting], timeout=KILL_TIMEOUT)
         waiting.cancel()
 
-    def _send(self, message: Mapping[str, object], descriptor: int | None = None) -> None:
+    def _send(self, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
         if not self._alive:
             raise SandboxDied("the sandbox's keeper is gone", ran=False)
         data = json.dumps(message).encode()
         try:
-            if descriptor is None:
-                self._sock.send(data)
-            else:
-                socket.send_fds(self._sock, [data], [descriptor])
+            socket.send_fds(self._sock, [data], descriptors)
         except (BrokenPipeError, ConnectionResetError):
             self._lost()
             raise SandboxDied("the sandbox's keeper is gone", ran=False) from None
 
     def _receive(self) -> None:
-        while True:
+        for _ in range(REPLIES_AT_ONCE):
             try:
-                data = self._sock.recv(1 << 16)
+                data = self._sock.recv(MAX_REPLY)
             except BlockingIOError:
                 return
             except OSError:
@@ -161,27 +208,33 @@ class Keeper:
             if not data:
                 self._lost()
                 return
-            self._handle(json.loads(data))
+            try:
+                self._handle(json.loads(data))
+            except (ValueError, TypeError, AttributeError, RecursionError):  # no keeper of ours speaks so
+                self._lost()
+                return
 
     def _handle(self, message: dict[str, object]) -> None:
         if "ready" in message:
             if not self._ready.done():
                 self._ready.set_result(None)
             return
-        id = str(message.get("exit") or message.get("failed") or message.get("gone"))
-        command = self._commands.get(id)
+        (kind,) = message.keys() & {"exit", "failed", "oom", "gone"}
+        command = self._commands.get(str(message[kind]))
         if command is None:
             return
-        if "exit" in message and not command.exited.done():
-            command.exited.set_result(int(str(message["status"])))
-        elif "failed" in message and not command.exited.done():
-            command.exited.set_exception(OSError(f"the command cannot be started: {message['error']}"))
-        elif "gone" in message:
+        if kind == "oom":
+            command.oom = True
+        elif kind == "exit" and not command.exited.done():
+            command.exited.set_result(os.waitstatus_to_exitcode(int(str(message["status"]))))
+        elif kind == "failed" and not command.exited.done():
+            error = str(message["error"])[:MAX_COMPLAINT]
+            command.exited.set_exception(OSError(f"the command cannot be started: {error}"))
+        elif kind == "gone":
             command.gone.set()
             if not command.exited.done():
                 command.exited.set_exception(SandboxDied("the command's process was lost"))
-            elif command.exited.done():
-                self._commands.pop(id, None)
+            self._commands.pop(str(message[kind]), None)
 
     def _lost(self) -> None:
         """No keeper any more: whatever still waits for it learns so."""
@@ -217,11 +270,13 @@ class Keeper:
         os.close(fd)
 
 
-def _result(status: int | None, buffer: OutputBuffer) -> ExecResult:
+def _result(code: int | None, buffer: OutputBuffer, *, oom: bool) -> ExecResult:
+    """code: the exit code, a negative signal, or None for a command that was out of time."""
     output, dropped = buffer.text(), buffer.dropped
-    if status is None:
+    if oom:
+        return ExecResult(status="oom", output=output, dropped_bytes=dropped)
+    if code is None:
         return ExecResult(status="timed_out", output=output, dropped_bytes=dropped)
-    code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return ExecResult(status="exited", exit_code=code, output=output, dropped_bytes=dropped)
-    return ExecResult(status="signaled", signal=signal.Signals(-code).value, output=output, dropped_bytes=dropped)
+    return ExecResult(status="signaled", signal=-code, output=output, dropped_bytes=dropped)

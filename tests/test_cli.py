@@ -226,7 +226,6 @@ RUN = ["run", "hi", "--local", "--sandbox", "host"]
     [
         case("no prompt", ["run"], 2, "no prompt"),
         case("no model", ["run", "hi"], 2, "no model", "--model"),
-        case("default sandbox", ["run", "hi", "--model", "openai:x"], 2, "bubblewrap", "--sandbox host"),
         case("unknown sandbox", ["run", "hi", "--model", "openai:x", "--sandbox", "jail"], 2, "'jail'", "host"),
         case("missing key", [*RUN, "--model", "openai:x"], 2, "OPENAI_API_KEY is not set"),
         case("unknown provider", [*RUN, "--model", "nope:x"], 2, "no provider 'nope'"),

@@ -150,9 +150,14 @@ async def bury(
     raise _never_said(key) from refused
 
 
+def pause_before(attempt: int) -> float:
+    """Seconds before the attempt of this number, counted from 0: none before the first."""
+    return DECIDE_PAUSE * 2 ** (attempt - 1) if attempt else 0.0
+
+
 async def _pause(attempt: int) -> None:
     if attempt:
-        await asyncio.sleep(DECIDE_PAUSE * 2 ** (attempt - 1))
+        await asyncio.sleep(pause_before(attempt))
 
 
 def _never_said(key: str) -> Undecided:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from greenroom import __version__, console, session_cli, store_cli
+from greenroom import __version__, console, sandbox_cli, session_cli, store_cli
 from greenroom.commands import (
     EXIT_CODE,
     JsonOption,
@@ -42,10 +42,6 @@ from greenroom.settings import Settings, load_settings
 
 USAGE = 2
 DEFAULT_SANDBOX = "bubblewrap"
-SANDBOX_HINT = (
-    "Isolating sandboxes come with a later version. --sandbox host runs the agent's commands on this machine, as you, "
-    "with no isolation"
-)
 
 app = typer.Typer(
     name="greenroom",
@@ -55,6 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(session_cli.app, name="session")
+app.add_typer(sandbox_cli.app, name="sandbox")
 app.add_typer(store_cli.app, name="store")
 
 
@@ -150,9 +147,6 @@ async def _agent_for(settings: Settings, session: str | None) -> AgentConfig | N
         return None
     else:
         raise ConfigError("no model is named", hint="Give --model PROVIDER:NAME or --agent FILE, or set LLM_MODEL")
-    spec = config.sandbox_spec
-    if spec is not None and spec.kind == "bubblewrap":
-        raise ConfigError("the sandbox 'bubblewrap' is not available in this version", hint=SANDBOX_HINT)
     preflight(config.llm)
     return config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from typing import Any
 
 import pytest
 
@@ -159,3 +160,13 @@ async def test_waiting_ends_with_the_cancel_and_leaves_nothing_behind() -> None:
     token.cancel(hard=True)
     await asyncio.wait_for(waiters[1], 1)
     await asyncio.wait_for(token.wait(), 1)
+
+
+def test_seconds_and_hardness_are_named_by_whoever_gives_them() -> None:
+    anything: Any = CancelToken
+    with pytest.raises(TypeError):
+        anything(5)
+    with pytest.raises(TypeError):
+        anything().cancel("stop", True)
+    with pytest.raises(TypeError):
+        anything().child(5)

@@ -122,6 +122,11 @@ def test_only_a_failure_of_the_call_itself_counts() -> None:
     assert Outcome.error("x", counts=True).counts
     assert Outcome.error("x").is_error
     assert not Outcome.of(ToolOutput.of_text("x")).is_error
+    anything: Any = Outcome
+    with pytest.raises(TypeError):
+        anything.error("x", True)
+    with pytest.raises(TypeError):
+        anything.of(ToolOutput.of_text("x"), True)
 
 
 def test_a_fresh_record_has_not_begun_may_run_and_is_open() -> None:

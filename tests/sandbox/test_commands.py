@@ -1,4 +1,4 @@
-"""The host sandbox with real processes: ends, kills, floods, wrappers, and nothing left behind."""
+"""Commands in real sandboxes of both kinds: ends, kills, floods, wrappers, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from scenes import CASES, alive, until
 
 from greenroom import ExecResult, SandboxDied, SandboxLimits, SandboxSpec, SandboxUnavailable
 from greenroom.sandbox.factory import ShippedSandboxes
-from greenroom.sandbox.host import HostSandbox
+from greenroom.sandbox.folder import FolderSandbox
 
 CASE: dict[str, list[dict[str, Any]]] = json.loads((CASES / "C23_27_bash_commands.json").read_text())
 
 
-@pytest.fixture
-async def sandbox(tmp_path: Path) -> AsyncIterator[HostSandbox]:
-    sandbox = await HostSandbox.open(tmp_path / "ws", SandboxSpec(kind="host"))
+@pytest.fixture(params=["host", "bubblewrap"])
+async def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[FolderSandbox]:
+    spec = SandboxSpec(kind=request.param, workspace=str(tmp_path / "ws"))
+    sandbox = await ShippedSandboxes().open(spec, "r")
+    assert isinstance(sandbox, FolderSandbox)
     yield sandbox
     await sandbox.close()
 
@@ -38,14 +40,14 @@ def marker() -> str:
     return f"{600 + uuid.uuid4().int % 10**9}"
 
 
-async def test_a_command_runs_in_the_workspace_and_gives_its_output(sandbox: HostSandbox) -> None:
+async def test_a_command_runs_in_the_workspace_and_gives_its_output(sandbox: FolderSandbox) -> None:
     result = await sandbox.execute("pwd; echo out; echo err >&2; exit 3")
-    assert result == ExecResult(status="exited", exit_code=3, output=f"{sandbox.workspace}\nout\nerr\n")
+    assert result == ExecResult(status="exited", exit_code=3, output=f"{sandbox.inside}\nout\nerr\n")
 
 
 @pytest.mark.parametrize("row", CASE["C23_pipe_holder"], ids=lambda row: row["cmd"])
 async def test_a_command_ends_when_its_process_does_not_when_its_pipe_closes(
-    sandbox: HostSandbox, row: dict[str, Any], marker: str
+    sandbox: FolderSandbox, row: dict[str, Any], marker: str
 ) -> None:
     began = time.monotonic()
     result = await sandbox.execute(row["cmd"].replace("sleep 30", f"sleep {marker}"))
@@ -58,7 +60,7 @@ async def test_a_command_ends_when_its_process_does_not_when_its_pipe_closes(
     assert alive(marker) == [], "and ends with its sandbox"
 
 
-async def test_a_time_out_ends_the_whole_tree_and_keeps_the_output(sandbox: HostSandbox, marker: str) -> None:
+async def test_a_time_out_ends_the_whole_tree_and_keeps_the_output(sandbox: FolderSandbox, marker: str) -> None:
     command = f"echo before; trap '' TERM; (sleep {marker}) & setsid sleep {marker} & sleep {marker}"
     began = time.monotonic()
     result = await sandbox.execute(command, timeout=0.5)
@@ -67,14 +69,14 @@ async def test_a_time_out_ends_the_whole_tree_and_keeps_the_output(sandbox: Host
     assert alive(marker) == []
 
 
-async def test_a_delayed_effect_of_a_timed_out_command_never_comes(sandbox: HostSandbox) -> None:
+async def test_a_delayed_effect_of_a_timed_out_command_never_comes(sandbox: FolderSandbox) -> None:
     result = await sandbox.execute("(sleep 1; echo late > sentinel) & sleep 60", timeout=0.3)
     assert result.status == "timed_out"
     await asyncio.sleep(1.2)
     assert not (sandbox.workspace / "sentinel").exists()
 
 
-async def test_cancelling_ends_the_tree_before_it_goes_on(sandbox: HostSandbox, marker: str) -> None:
+async def test_cancelling_ends_the_tree_before_it_goes_on(sandbox: FolderSandbox, marker: str) -> None:
     task = asyncio.create_task(sandbox.execute(f"sleep {marker} & setsid sleep {marker} & wait"))
     await until(lambda: len(alive(marker)) >= 2, "the command runs")
     task.cancel()
@@ -83,7 +85,7 @@ async def test_cancelling_ends_the_tree_before_it_goes_on(sandbox: HostSandbox, 
     assert alive(marker) == []
 
 
-async def test_a_flood_is_bounded_while_it_is_read_and_a_timeout_still_fires(sandbox: HostSandbox) -> None:
+async def test_a_flood_is_bounded_while_it_is_read_and_a_timeout_still_fires(sandbox: FolderSandbox) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.monotonic()
     result = await sandbox.execute("yes", timeout=1)
@@ -99,7 +101,7 @@ async def test_a_flood_is_bounded_while_it_is_read_and_a_timeout_still_fires(san
     assert both.status == "timed_out"
 
 
-async def test_output_is_cut_between_characters(sandbox: HostSandbox) -> None:
+async def test_output_is_cut_between_characters(sandbox: FolderSandbox) -> None:
     result = await sandbox.execute('printf "\\360\\237\\246\\200%.0s" $(seq 50000)')
     assert result.dropped_bytes > 0
     assert "\ufffd" not in result.output
@@ -119,40 +121,42 @@ async def test_output_is_cut_between_characters(sandbox: HostSandbox) -> None:
     ],
 )
 async def test_a_command_gets_no_input_and_no_wrapper(
-    sandbox: HostSandbox, command: str, exit_code: int, output: str
+    sandbox: FolderSandbox, command: str, exit_code: int, output: str
 ) -> None:
     result = await sandbox.execute(command, timeout=20)
     assert (result.status, result.exit_code, result.output) == ("exited", exit_code, output)
 
 
-async def test_unfinished_shell_text_ends_by_itself(sandbox: HostSandbox) -> None:
+async def test_unfinished_shell_text_ends_by_itself(sandbox: FolderSandbox) -> None:
     assert (await sandbox.execute("cat <<EOF\nnever closed", timeout=20)).output.endswith("never closed\n")
     unclosed = await sandbox.execute('echo "unclosed', timeout=20)
     assert (unclosed.status, unclosed.exit_code) == ("exited", 2)
 
 
-async def test_an_end_by_signal_is_told_apart(sandbox: HostSandbox) -> None:
+async def test_an_end_by_signal_is_told_apart(sandbox: FolderSandbox) -> None:
     result = await sandbox.execute("printf abc; kill -9 $$")
     assert result == ExecResult(status="signaled", signal=signal.SIGKILL, output="abc")
 
 
-async def test_a_command_longer_than_the_kernel_takes_still_runs(sandbox: HostSandbox) -> None:
+async def test_a_command_longer_than_the_kernel_takes_still_runs(sandbox: FolderSandbox) -> None:
     assert (await sandbox.execute(f"x={'y' * 300_000}; echo ${{#x}}")).output == "300000\n"
 
 
-async def test_commands_do_not_see_this_process_secrets(sandbox: HostSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_commands_do_not_see_this_process_secrets(
+    sandbox: FolderSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     output = (await sandbox.execute("env; cat /proc/self/environ")).output
     assert "sk-secret" not in output
-    assert f"HOME={sandbox.workspace}" in output
+    assert f"HOME={sandbox.inside}" in output
 
 
-async def test_many_commands_run_at_once(sandbox: HostSandbox) -> None:
+async def test_many_commands_run_at_once(sandbox: FolderSandbox) -> None:
     results = await asyncio.gather(*(sandbox.execute(f"sleep 0.1; echo {n}") for n in range(20)))
     assert [result.output for result in results] == [f"{n}\n" for n in range(20)]
 
 
-async def test_a_lost_keeper_is_not_shown_as_output(sandbox: HostSandbox, marker: str) -> None:
+async def test_a_lost_keeper_is_not_shown_as_output(sandbox: FolderSandbox, marker: str) -> None:
     task = asyncio.create_task(sandbox.execute(f"sleep {marker}"))
     await until(lambda: alive(marker), "the command runs")
     os.kill(sandbox._keeper._process.pid, signal.SIGKILL)
@@ -163,14 +167,14 @@ async def test_a_lost_keeper_is_not_shown_as_output(sandbox: HostSandbox, marker
     await until(lambda: alive(marker) == [], "the command ends with its keeper")
 
 
-def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path, marker: str) -> None:
+@pytest.mark.parametrize("kind", ["host", "bubblewrap"])
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path, marker: str, kind: str) -> None:
     script = f"""
 import asyncio
-from pathlib import Path
 from greenroom import SandboxSpec
-from greenroom.sandbox.host import HostSandbox
+from greenroom.sandbox.factory import ShippedSandboxes
 async def main():
-    sandbox = await HostSandbox.open(Path({str(tmp_path)!r}), SandboxSpec(kind="host"))
+    sandbox = await ShippedSandboxes().open(SandboxSpec(kind={kind!r}, workspace={str(tmp_path / "ws")!r}), "r")
     await sandbox.execute("setsid sleep {marker} & nohup sleep {marker} & sleep {marker}")
 asyncio.run(main())
 """
@@ -181,7 +185,7 @@ asyncio.run(main())
     asyncio.run(until(lambda: alive(f"sleep\0{marker}") == [], "all of it is gone", 5))
 
 
-async def test_files_stay_in_the_workspace(sandbox: HostSandbox) -> None:
+async def test_files_stay_in_the_workspace(sandbox: FolderSandbox) -> None:
     await sandbox.write_file("a/b.txt", "hällo\r\n".encode())
     assert await sandbox.read_file("a/b.txt") == "hällo\r\n".encode()
     assert await sandbox.list_dir(".") == ("a/",)
@@ -190,9 +194,10 @@ async def test_files_stay_in_the_workspace(sandbox: HostSandbox) -> None:
 
 async def test_what_cannot_be_opened_says_why(tmp_path: Path) -> None:
     factory = ShippedSandboxes()
-    with pytest.raises(SandboxUnavailable, match="bubblewrap") as unknown:
-        await factory.open(SandboxSpec(kind="bubblewrap", workspace=str(tmp_path)), "r")
-    assert "--sandbox host" in unknown.value.hint
+    with pytest.raises(SandboxUnavailable, match="no sandbox 'jail'") as unknown:
+        await factory.open(SandboxSpec(kind="jail", workspace=str(tmp_path)), "r")
+    assert "bubblewrap, host" in unknown.value.hint
     (tmp_path / "file").write_text("")
-    with pytest.raises(SandboxUnavailable, match="Not a directory"):
-        await factory.open(SandboxSpec(kind="host", workspace=str(tmp_path / "file" / "ws")), "r")
+    for kind in ("host", "bubblewrap"):
+        with pytest.raises(SandboxUnavailable, match="Not a directory"):
+            await factory.open(SandboxSpec(kind=kind, workspace=str(tmp_path / "file" / "ws")), "r")

