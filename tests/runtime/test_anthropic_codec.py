@@ -351,3 +351,43 @@ def test_the_text_that_is_sent_is_what_the_encoder_says(roles: str) -> None:
             assert sent == {**encode_anthropic(asked), "model": "m", "stream": True}
             sent = json.loads(openai_text(asked, reasoning=True, strict=False, model="m"))
             assert sent == {**encode_openai(asked), "model": "m"}
+
+
+async def test_an_event_that_says_nothing_is_passed_over_and_an_error_in_any_shape_is_one() -> None:
+    text = [start(0, type="text", text=""), grow(0, type="text_delta", text="a")]
+    quiet = b'data: {}\n\ndata: {"error": null}\n\ndata: {"type": "news", "error": "of no matter"}\n\n'
+    assert (await whole(quiet + sse(*text, *stop()))).text == "a"
+    for event in (b'{"error": {"message": "m"}}', b'{"type": "error"}'):
+        deltas, error = await decode(b"data: " + event + b"\n\n")
+        assert (deltas, type(error)) == ([], ProviderError)
+
+
+async def test_a_reply_that_came_whole_is_the_same_message() -> None:
+    content = [{"type": "text", "text": "hi"}, {"type": "tool_use", "id": "t", "name": "f", "input": {"x": "ä"}}]
+    usage = {"input_tokens": 3, "output_tokens": 2}
+    document = {"type": "message", "content": content, "stop_reason": "tool_use", "usage": usage}
+    message = await whole(json.dumps(document).encode())
+    assert (message.text, message.stop_kind) == ("hi", "tool_calls")
+    assert [(call.id, call.arguments, call.raw_arguments) for call in message.tool_calls] == [
+        ("t", {"x": "ä"}, '{"x": "ä"}')
+    ]
+    assert message.usage is not None
+    assert (message.usage.input_tokens, message.usage.output_tokens) == (3, 2)
+
+
+def test_results_come_first_and_in_the_order_of_their_calls_whatever_lies_between() -> None:
+    asked = Message(
+        role="assistant",
+        content=(TextBlock(text="so"), *(ToolCallBlock(id=id, name="f", arguments={}) for id in ("a", "b"))),
+    )
+    answered = [
+        Message(role="tool", content=(ToolResultBlock(call_id=id, content=(TextBlock(text=id),)),)) for id in ("b", "a")
+    ]
+    history = (Message.user("go"), asked, answered[0], Message.user("by the way"), answered[1])
+    for turns in (
+        encode_anthropic(request(*history))["messages"],
+        json.loads(anthropic_text(request(*history)))["messages"],
+    ):
+        assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
+        kinds = [(block["type"], block.get("tool_use_id")) for block in turns[2]["content"]]
+        assert kinds == [("tool_result", "a"), ("tool_result", "b"), ("text", None)]

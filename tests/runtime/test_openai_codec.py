@@ -10,6 +10,7 @@ import pytest
 from scenes import CASES, SIZES, WIRE, chunks
 
 from greenroom import (
+    ImageBlock,
     Message,
     MessageDelta,
     ModelRequest,
@@ -17,6 +18,7 @@ from greenroom import (
     ReasoningBlock,
     TextBlock,
     TextDelta,
+    ThinkingBlock,
     ToolCallBlock,
     ToolCallDelta,
 )
@@ -209,3 +211,80 @@ def test_histories_are_what_templates_take() -> None:
     assert encoded[2] == {"role": "tool", "tool_call_id": "a", "content": "r"}
     assert encoded[3] == {"role": "assistant", "content": "done"}
     assert "reasoning_content" not in encode_openai(request(*history), reasoning=False)["messages"][1]
+
+
+async def test_nothing_counts_after_the_end_and_the_first_choice_wherever_it_stands() -> None:
+    late = whole(await decode(sse(chunk({"content": "a"}, "stop"), b"[DONE]", chunk({"content": "late"}))))
+    assert late.text == "a"
+    other, ours = ({"index": number, "delta": {"content": text}} for number, text in ((1, "other"), (0, "ours")))
+    both = whole(await decode(sse({"choices": [other, ours]}, chunk(None, "stop"))))
+    assert both.text == "ours"
+
+
+async def test_a_body_without_any_event_is_told_from_one_that_was_cut() -> None:
+    for body, said in ((b"", "before any event"), (sse(chunk({"content": "a"})), "before the reply was finished")):
+        with pytest.raises(ProviderError, match=said):
+            await decode(body)
+
+
+async def test_a_new_call_at_the_same_index_is_new_whichever_id_is_smaller() -> None:
+    def piece(id: str, **function: str) -> dict[str, Any]:
+        return chunk({"tool_calls": [{"index": 0, "id": id, "function": function}]})
+
+    for first, second in (("a", "b"), ("b", "a")):
+        pieces = (piece(first, name="f", arguments="{}"), piece(second, name="g", arguments="{}"))
+        message = whole(await decode(sse(*pieces, chunk(None, "tool_calls"))))
+        assert [(call.id, call.name) for call in message.tool_calls] == [(first, "f"), (second, "g")]
+    same = "".join(["a", "bc"])  # equal, and another object: as it comes from another chunk
+    pieces = (piece("abc", name="f", arguments='{"x":'), piece(same, arguments="1}"))
+    (call,) = whole(await decode(sse(*pieces, chunk(None, "tool_calls")))).tool_calls
+    assert call.arguments == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("stop", "calls", "kind"),
+    [
+        (None, False, "end"),
+        (None, True, "tool_calls"),
+        ("stop", False, "end"),
+        ("stop", True, "tool_calls"),
+        ("made_up", False, "other"),
+        ("made_up", True, "tool_calls"),
+        ("length", True, "length"),
+    ],
+)
+async def test_a_stop_means_what_the_reply_holds(stop: str | None, kind: str, calls: bool) -> None:
+    asked = {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}]}
+    message = whole(await decode(sse(chunk(asked if calls else {"content": "x"}), chunk(None, stop), b"[DONE]")))
+    assert (message.stop, message.stop_kind) == (stop, kind)
+
+
+async def test_content_in_parts_is_its_text_whatever_else_is_in_it() -> None:
+    parts = [{"type": "image_url"}, "loose", {"text": 3}, None, {"type": "text", "text": "kept"}]
+    assert whole(await decode(sse(chunk({"content": parts}), chunk({"content": 7}, "stop")))).text == "kept"
+
+
+def test_images_go_out_and_other_dialects_blocks_do_not() -> None:
+    blocks = (
+        TextBlock(text="look"),
+        ImageBlock(source={"media_type": "image/png", "data": "QUJD"}),
+        ImageBlock(source={"url": "https://example.org/a.png"}),
+        ThinkingBlock(text="hm", signature="s"),
+    )
+    (message,) = encode_openai(request(Message(role="user", content=blocks)))["messages"]
+    assert message["content"] == [
+        {"type": "text", "text": "look"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
+        {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
+    ]
+
+
+def test_only_neighbours_of_one_role_are_merged() -> None:
+    system = Message(role="system", content=(TextBlock(text="rule"),))
+    history = (Message.user("a"), Message.user("b"), system, Message.user("c"))
+    encoded = encode_openai(request(*history))["messages"]
+    assert [(turn["role"], turn["content"]) for turn in encoded] == [
+        ("user", "a\n\nb"),
+        ("system", "rule"),
+        ("user", "c"),
+    ]
