@@ -22,7 +22,8 @@ GreenroomError
 │   ├── SandboxDied                    went away under a running operation
 │   ├── SandboxFenced                  an owner of a lower epoch asked
 │   ├── SandboxConflict                a call key came back with other content
-│   └── PathRefused (PermissionError)  a path that leaves the workspace
+│   ├── PathRefused (PermissionError)  a path that leaves the workspace
+│   └── EditRefused (ValueError)       an edit that does not say which place it means
 ├── ClusterError (RuntimeError)        Ray cannot be reached, started or used
 │   └── PoolMismatch                   the namespace already serves another store or version
 ├── IllegalTransition (RuntimeError)   a broken invariant of the state machine
@@ -218,6 +219,10 @@ class SandboxConflict(SandboxError):
 
 class PathRefused(SandboxError, PermissionError):
     """The path leaves the workspace, or is not a regular file."""
+
+
+class EditRefused(SandboxError, ValueError):
+    """The text to find is not in the file, or more often than was said; the file is as it was."""
 
 
 class ClusterError(GreenroomError, RuntimeError):

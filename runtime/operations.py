@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from greenroom.runtime.calls import ExecResult
+from greenroom.runtime.editing import Edit, Edited
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,22 @@ class WriteFile:
 
 
 @dataclass(frozen=True, slots=True)
+class EditFile:
+    """Change a file in place: read, changed and written as one operation, so that nothing comes between."""
+
+    path: str
+    edit: Edit
+
+
+@dataclass(frozen=True, slots=True)
 class ListDir:
     """Names in a folder, sorted; folders end with a slash."""
 
     path: str
 
 
-Operation: TypeAlias = Execute | ReadFile | WriteFile | ListDir
-OperationResult: TypeAlias = ExecResult | bytes | tuple[str, ...] | None
+Operation: TypeAlias = Execute | ReadFile | WriteFile | EditFile | ListDir
+OperationResult: TypeAlias = ExecResult | Edited | bytes | tuple[str, ...] | None
 
 
 def is_read(operation: Operation) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from greenroom.runtime.calls import CallRef, ExecResult, ModelRequest, ProposedCall, SandboxSpec, Verdict
 from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.editing import Edit, Edited
 from greenroom.runtime.events import Event
 from greenroom.runtime.messages import Delta, Message
 from greenroom.runtime.operations import Operation, OperationResult
@@ -168,6 +169,10 @@ class BoundSandbox(Protocol):
     async def read_file(self, path: str) -> bytes: ...
 
     async def write_file(self, path: str, data: bytes) -> None: ...
+
+    async def edit_file(self, path: str, edit: Edit) -> Edited:
+        """Changes a file in place; the answer is without its bytes. Raises EditRefused."""
+        ...
 
     async def list_dir(self, path: str) -> tuple[str, ...]: ...
 

@@ -9,6 +9,7 @@ It holds what makes the promise of the journal true on the sandbox's side:
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,8 +17,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from greenroom.runtime.calls import CallRef, ExecResult
+from greenroom.runtime.editing import Edit, Edited, apply_edit
 from greenroom.runtime.errors import SandboxConflict, SandboxDied, SandboxFenced
-from greenroom.runtime.operations import Execute, ListDir, Operation, OperationResult, ReadFile, WriteFile, is_read
+from greenroom.runtime.operations import (
+    EditFile,
+    Execute,
+    ListDir,
+    Operation,
+    OperationResult,
+    ReadFile,
+    WriteFile,
+    is_read,
+)
 from greenroom.runtime.ports import Sandbox, TreeSandbox
 
 ENDED_CALLS = 4096
@@ -207,8 +218,21 @@ async def perform_on(sandbox: Sandbox, operation: Operation) -> OperationResult:
         case WriteFile(path=path, data=data):
             await sandbox.write_file(path, data)
             return None
+        case EditFile(path=path, edit=edit):
+            edited = apply_edit(await _content(sandbox, path, missing_ok=edit.mode == "append"), edit)
+            await sandbox.write_file(path, edited.data)
+            return dataclasses.replace(edited, data=b"")
         case ListDir(path=path):
             return await sandbox.list_dir(path)
+
+
+async def _content(sandbox: Sandbox, path: str, *, missing_ok: bool) -> bytes:
+    try:
+        return await sandbox.read_file(path)
+    except FileNotFoundError:
+        if missing_ok:
+            return b""
+        raise
 
 
 class CallSandbox:
@@ -236,6 +260,11 @@ class CallSandbox:
 
     async def write_file(self, path: str, data: bytes) -> None:
         await self._perform(WriteFile(path, data))
+
+    async def edit_file(self, path: str, edit: Edit) -> Edited:
+        result = await self._perform(EditFile(path, edit))
+        assert isinstance(result, Edited)
+        return result
 
     async def list_dir(self, path: str) -> tuple[str, ...]:
         result = await self._perform(ListDir(path))

@@ -22,7 +22,7 @@ from greenroom.runtime.messages import Message, ShortText, Usage, Value
 from greenroom.runtime.state import AgentState, Ready, State
 from greenroom.runtime.storage.documents import Migration, decode_document
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 class SegmentRef(Value):
@@ -190,7 +190,12 @@ def _to_3(document: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in document.items() if key != "children"}, "spawned": spawned}
 
 
-MIGRATIONS: dict[int, Migration] = {1: _to_2, 2: _to_3}
+def _to_4(document: dict[str, Any]) -> dict[str, Any]:
+    """Version 4 knows more bounds of a sandbox; one that was made before has their defaults."""
+    return document
+
+
+MIGRATIONS: dict[int, Migration] = {1: _to_2, 2: _to_3, 3: _to_4}
 """From a version to the one after it."""
 
 

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from greenroom.runtime.calls import ExecResult, Interrupt, ToolContext, ToolOutput
-from greenroom.runtime.errors import ConfigError, PathRefused
+from greenroom.runtime.editing import Edit
+from greenroom.runtime.errors import ConfigError, EditRefused, PathRefused
 from greenroom.runtime.messages import clean
 from greenroom.runtime.ports import BoundSandbox
 from greenroom.runtime.tools.output import plain_json
@@ -27,8 +28,33 @@ class ReadFileArguments(_Arguments):
 
 class WriteFileArguments(_Arguments):
     path: str = Field(description="Path of the file, relative to the workspace; folders on the way are made")
-    content: str = Field(description="The whole new content")
-    mode: Literal["write"] = Field(default="write", description="write: replace the file by the content")
+    content: str | None = Field(default=None, description="The whole new content (write), or the text to put in")
+    mode: Literal["write", "replace", "insert_after", "insert_before", "append"] = Field(
+        default="write",
+        description="write: replace the file by content; replace: put new_string in place of old_string; insert_after, "
+        "insert_before: content as lines of its own after or before the line of old_string; append: content at the end",
+    )
+    old_string: str | None = Field(
+        default=None, description="The text to find, exactly as it stands in the file; it must be there once"
+    )
+    new_string: str | None = Field(default=None, description="What replace puts there")
+    replace_all: bool = Field(default=False, description="Change every place where old_string stands")
+    expected_replacements: int | None = Field(
+        default=None, ge=1, description="How many places there must be, instead of one"
+    )
+
+    @model_validator(mode="after")
+    def _fits_its_mode(self) -> Self:
+        text = self.content if self.mode != "replace" or self.new_string is None else self.new_string
+        if text is None:
+            raise ValueError(f"mode {self.mode!r} needs {'new_string' if self.mode == 'replace' else 'content'}")
+        if self.mode in ("replace", "insert_after", "insert_before") and not self.old_string:
+            raise ValueError(f"mode {self.mode!r} needs old_string, the text to find")
+        return self
+
+    @property
+    def text(self) -> str:
+        return (self.new_string if self.mode == "replace" and self.new_string is not None else self.content) or ""
 
 
 class BashArguments(_Arguments):
@@ -54,12 +80,18 @@ async def read_file(ctx: ToolContext, arguments: ReadFileArguments) -> ToolOutpu
 
 
 async def write_file(ctx: ToolContext, arguments: WriteFileArguments) -> ToolOutput:
-    data = clean(arguments.content).encode()
+    path, text = arguments.path, clean(arguments.text)
     try:
-        await _sandbox(ctx).write_file(arguments.path, data)
-    except OSError as error:
+        if arguments.mode == "write":
+            await _sandbox(ctx).write_file(path, text.encode())
+            return ToolOutput.of_text(f"wrote {len(text.encode())} bytes to {path}")
+        count = None if arguments.replace_all else arguments.expected_replacements or 1
+        edit = Edit(arguments.mode, text, arguments.old_string or "", count)
+        edited = await _sandbox(ctx).edit_file(path, edit)
+    except (OSError, EditRefused) as error:
         return _refused(error)
-    return ToolOutput.of_text(f"wrote {len(data)} bytes to {arguments.path}")
+    note = f"; {edited.note}" if edited.note else ""
+    return ToolOutput.of_text(f"changed {path} in {edited.places} place{'s' * (edited.places != 1)}{note}")
 
 
 async def bash(ctx: ToolContext, arguments: BashArguments) -> ToolOutput:
@@ -83,9 +115,11 @@ def exec_output(result: ExecResult) -> ToolOutput:
     return ToolOutput.of_text(plain_json(shown), is_error=result.status in ("timed_out", "output_limit", "oom"))
 
 
-def _refused(error: OSError) -> ToolOutput:
-    """A file that is not there, not allowed or not readable is the model's to know."""
-    text = str(error) if isinstance(error, PathRefused) else f"{error.strerror}: {error.filename}"
+def _refused(error: OSError | EditRefused) -> ToolOutput:
+    """A file that is not there, not allowed, not readable or not as it was thought is the model's to know."""
+    if isinstance(error, PathRefused | EditRefused):
+        return ToolOutput.of_text(str(error), is_error=True)
+    text = f"{error.strerror}: {error.filename}"
     return ToolOutput.of_text(text, is_error=True)
 
 
@@ -110,7 +144,7 @@ _FILES_AND_SHELL = (
     Tool(
         ToolSpec(
             "write_file",
-            "Write a text file of the workspace.",
+            "Write a text file of the workspace, or change one in place.",
             WriteFileArguments,
             runs_in="sandbox",
             needs_sandbox=True,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.errors import ConfigError as ConfigError
     from greenroom.runtime.errors import Conflict as Conflict
     from greenroom.runtime.errors import Deleted as Deleted
+    from greenroom.runtime.errors import EditRefused as EditRefused
     from greenroom.runtime.errors import Fenced as Fenced
     from greenroom.runtime.errors import GreenroomError as GreenroomError
     from greenroom.runtime.errors import IllegalTransition as IllegalTransition
@@ -125,6 +126,7 @@ _HOME = {
     "NewerSchema": "runtime.errors",
     "NotFound": "runtime.errors",
     "OpenAICompatible": "runtime.providers",
+    "EditRefused": "runtime.errors",
     "PathRefused": "runtime.errors",
     "PendingCall": "runtime.results",
     "PoolConfig": "actors.wire",
@@ -193,6 +195,7 @@ __all__ = [
     "ConfigError",
     "Conflict",
     "Deleted",
+    "EditRefused",
     "Event",
     "ExecResult",
     "Failure",
