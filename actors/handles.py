@@ -183,6 +183,9 @@ class SandboxActorClient:
     async def end(self, ref: CallRef) -> None:
         await self._ask(self._handle.end.remote(self.incarnation, ref), CALL_TIMEOUT)
 
+    async def end_jobs(self, session_id: str) -> None:
+        await self._ask(self._handle.end_jobs.remote(self.incarnation, session_id), CALL_TIMEOUT)
+
     async def _ask(self, reference: Awaitable[Any], timeout: float | None) -> Any:
         try:
             return await ask(reference, timeout)

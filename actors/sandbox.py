@@ -45,6 +45,9 @@ class SandboxHost:
     async def end_operation(self, incarnation: str, ref: CallRef) -> None:
         await self._opened(incarnation).end_operation(ref)
 
+    async def end_jobs(self, incarnation: str, session_id: str) -> None:
+        await self._opened(incarnation).end_jobs(session_id)
+
     async def alive(self, incarnation: str) -> bool:
         """Whether the sandbox that was opened under this mark can still be used."""
         sandbox = self._sandbox

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from greenroom.runtime.call_group import CallGroup, Early
+from greenroom.runtime.call_sandbox import CallSandbox
 from greenroom.runtime.calls import CallRef, Interrupt, ToolContext, ToolOutput
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import PreflightError, SandboxDied, SandboxFenced, SandboxUnavailable
@@ -34,7 +35,6 @@ from greenroom.runtime.results import Failure, FailureKind, RunStatus
 from greenroom.runtime.run_ports import RunPorts
 from greenroom.runtime.toolbox import Toolbox, spawn_output
 from greenroom.runtime.tools.registry import Tool
-from greenroom.runtime.tree_sandbox import CallSandbox
 
 SANDBOX_GRACE = 5.0
 """Seconds a sandbox gets, beyond a call's own limit, to end the command and answer what it had put out."""
@@ -220,14 +220,17 @@ class BatchRun:
 
     async def _run_tool(self, tool: Tool, call: CallRecord) -> Outcome | Interrupt:
         limit = self._limit(tool)
+        sandbox = self._call_sandbox(tool, call, limit)
         context = ToolContext(
             session_id=self._record.head.session_id,
             call_key=call.key,
             cancel=self._ports.cancel.child(timeout=limit),
             progress=self._ports.emitter.progress(call.key),
-            sandbox=self._call_sandbox(tool, call, limit),
+            sandbox=sandbox,
         )
         made = await tool.invoke(self._toolbox.arguments(tool, call), context)
+        if sandbox is not None and sandbox.jobs:
+            self._record.head = self._record.head.with_jobs(sandbox.jobs)
         return made if isinstance(made, Interrupt) else Outcome.of(made)
 
     async def _run_spawn(self, call: CallRecord) -> Outcome:
@@ -255,7 +258,7 @@ class BatchRun:
             raise PreflightError(f"the sandbox {head.sandbox.spec.kind!r} enforces no isolation")
         step = self._batch.step
         ref = CallRef(head.session_id, head.epoch, call.key, call.digest, step=step, acked_through=self._acked_through)
-        return CallSandbox(self._open_sandbox, ref, limit)
+        return CallSandbox(self._open_sandbox, ref, limit, tool.spec.yield_after)
 
     async def _open_sandbox(self) -> TreeSandbox:
         """The tree's sandbox, fenced for this epoch before its first use."""
@@ -268,7 +271,7 @@ class BatchRun:
                 await self._sandbox.fence(head.session_id, head.epoch)
                 if head.sandbox.incarnation != self._sandbox.incarnation:
                     fresh = head.sandbox.but(incarnation=self._sandbox.incarnation)
-                    self._record.update(sandbox=fresh)
+                    self._record.update(sandbox=fresh, jobs=())  # those of another incarnation are gone
         return self._sandbox
 
 

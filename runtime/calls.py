@@ -173,6 +173,20 @@ class ExecResult(Value):
         return self.status == "exited" and self.exit_code == 0
 
 
+class JobState(Value):
+    """A background job as it is now; `output`: what is new since the last look.
+
+    status: running, or how it ended; killed: because somebody asked for it; exit_code, signal: of one that has ended.
+    """
+
+    id: str
+    status: Literal["running", "exited", "signaled", "timed_out", "output_limit", "oom", "killed"]
+    exit_code: int | None = None
+    signal: int | None = None
+    output: str = ""
+    dropped_bytes: int = 0
+
+
 class SandboxLimits(Value):
     """Bounds of a sandbox.
 

@@ -22,6 +22,7 @@ GreenroomError
 │   ├── SandboxDied                    went away under a running operation
 │   ├── SandboxFenced                  an owner of a lower epoch asked
 │   ├── SandboxConflict                a call key came back with other content
+│   ├── JobNotFound (LookupError)      no such background job in this sandbox
 │   ├── PathRefused (PermissionError)  a path that leaves the workspace
 │   └── EditRefused (ValueError)       an edit that does not say which place it means
 ├── ClusterError (RuntimeError)        Ray cannot be reached, started or used
@@ -219,6 +220,10 @@ class SandboxConflict(SandboxError):
 
 class PathRefused(SandboxError, PermissionError):
     """The path leaves the workspace, or is not a regular file."""
+
+
+class JobNotFound(SandboxError, LookupError):
+    """The sandbox has no such background job: it never had, or it was another incarnation's."""
 
 
 class EditRefused(SandboxError, ValueError):

@@ -32,6 +32,7 @@ from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind
 from greenroom.runtime.retry import backoff
 from greenroom.runtime.run_ports import RunPorts
+from greenroom.runtime.state import Interrupted, WaitingForUser
 from greenroom.runtime.toolbox import Toolbox
 from greenroom.runtime.transitions import advance
 from greenroom.runtime.view import result_of
@@ -51,6 +52,7 @@ class Loop:
         """From these effects to the stop; the stop is durable when it returns. Raises StorageError."""
         while not isinstance(effects[0], Stop):
             effects = await self._step(effects)
+        await self._end_jobs()
         await save_stop(self._record, self._ports.clock)
 
     async def _step(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
@@ -63,6 +65,16 @@ class Loop:
         else:
             self._record.save_soon()  # overlaps with the next model call
         return effects
+
+    async def _end_jobs(self) -> None:
+        """A sub-agent's background jobs end with it: nobody else could look after them."""
+        head = self._record.head
+        if head.parent is None or not head.jobs or isinstance(head.state, WaitingForUser | Interrupted):
+            return
+        sandbox = await self._ports.sandboxes.find(head.root)
+        if sandbox is not None:
+            await sandbox.end_jobs(head.session_id)
+        self._record.update(jobs=())
 
     async def _perform(self, effects: tuple[Effect, ...]) -> Event:
         """What the effects, one after the other, bring about first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from greenroom.runtime.calls import ExecResult
+from greenroom.runtime.calls import ExecResult, JobState
 from greenroom.runtime.editing import Edit, Edited
 
 
@@ -15,6 +15,29 @@ class Execute:
 
     command: str
     timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartJob:
+    """Run a shell command; if it has not ended after `yield_after` seconds it goes on as a background job."""
+
+    command: str
+    yield_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckJob:
+    """What is new of a job; it waits up to `wait` seconds for the job's end first."""
+
+    id: str
+    wait: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KillJob:
+    """End a job and everything it started."""
+
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +70,15 @@ class ListDir:
     path: str
 
 
-Operation: TypeAlias = Execute | ReadFile | WriteFile | EditFile | ListDir
-OperationResult: TypeAlias = ExecResult | Edited | bytes | tuple[str, ...] | None
+Operation: TypeAlias = Execute | StartJob | CheckJob | KillJob | ReadFile | WriteFile | EditFile | ListDir
+OperationResult: TypeAlias = ExecResult | JobState | Edited | bytes | tuple[str, ...] | None
 
 
 def is_read(operation: Operation) -> bool:
     """Whether the operation may run beside other reads."""
     return isinstance(operation, ReadFile | ListDir)
+
+
+def is_exempt(operation: Operation) -> bool:
+    """Whether the operation waits for nothing: a job is looked after also while a command runs."""
+    return isinstance(operation, CheckJob | KillJob)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from greenroom.runtime.calls import CallRef, ExecResult, ModelRequest, ProposedCall, SandboxSpec, Verdict
+from greenroom.runtime.calls import CallRef, ExecResult, JobState, ModelRequest, ProposedCall, SandboxSpec, Verdict
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.editing import Edit, Edited
 from greenroom.runtime.events import Event
@@ -102,6 +102,30 @@ class TranscriptStore(Protocol):
     async def remove(self, sid: str) -> None: ...
 
 
+class Process(Protocol):
+    """A command that runs in a sandbox."""
+
+    async def wait(self, timeout: float | None = None) -> bool:
+        """Whether its own process has ended within so many seconds; children that it left behind are not waited for."""
+        ...
+
+    async def news(self, timeout: float) -> None:
+        """Returns when there is something to take, or it has ended, or so many seconds are over."""
+        ...
+
+    def take(self) -> tuple[str, int]:
+        """What it put out since the last take, within the bounds of its sandbox, and how many bytes are gone."""
+        ...
+
+    def end(self) -> ExecResult | None:
+        """How it ended, without its output; None while it runs. Raises SandboxDied, or OSError if it never began."""
+        ...
+
+    async def kill(self) -> None:
+        """Ends it and everything it started; returns when all of it is gone."""
+        ...
+
+
 class Sandbox(Protocol):
     """A workspace and the power to run commands in it: what a backend implements.
 
@@ -118,6 +142,10 @@ class Sandbox(Protocol):
 
     async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
         """Ends when the command's process exits; cancelling ends its whole process tree first."""
+        ...
+
+    async def start(self, command: str) -> Process:
+        """Starts a command and goes on; nobody but its Process ends it, or the sandbox's own end."""
         ...
 
     async def read_file(self, path: str) -> bytes: ...
@@ -160,11 +188,27 @@ class TreeSandbox(Protocol):
         """Ends all operations of a call, also ones that are still on their way here; returns when they are gone."""
         ...
 
+    async def end_jobs(self, session_id: str) -> None:
+        """Ends the background jobs that a session started; returns when they are gone."""
+        ...
+
 
 class BoundSandbox(Protocol):
     """The sandbox as a tool sees it (ctx.sandbox): every operation carries the call it belongs to."""
 
     async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult: ...
+
+    async def start(self, command: str) -> ExecResult | JobState:
+        """As execute; past the tool's `yield_after` the command goes on as a background job."""
+        ...
+
+    async def check_job(self, id: str, wait: float | None = None) -> JobState:
+        """What is new of a background job; `wait`: seconds to wait for its end first. Raises JobNotFound."""
+        ...
+
+    async def kill_job(self, id: str) -> JobState:
+        """Ends a background job and everything it started; raises JobNotFound."""
+        ...
 
     async def read_file(self, path: str) -> bytes: ...
 

@@ -11,79 +11,31 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from greenroom.runtime.calls import CallRef, ExecResult
-from greenroom.runtime.editing import Edit, Edited, apply_edit
+from greenroom.runtime.calls import CallRef, ExecResult, JobState
+from greenroom.runtime.editing import apply_edit
 from greenroom.runtime.errors import SandboxConflict, SandboxDied, SandboxFenced
+from greenroom.runtime.fair_lock import FairLock
+from greenroom.runtime.jobs import Jobs
 from greenroom.runtime.operations import (
+    CheckJob,
     EditFile,
     Execute,
+    KillJob,
     ListDir,
     Operation,
     OperationResult,
     ReadFile,
+    StartJob,
     WriteFile,
+    is_exempt,
     is_read,
 )
-from greenroom.runtime.ports import Sandbox, TreeSandbox
+from greenroom.runtime.ports import Sandbox
 
 ENDED_CALLS = 4096
 """Ended calls that are remembered, so that an operation of theirs that comes late is refused."""
-
-
-class FairLock:
-    """Many readers or one writer, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[bool, asyncio.Future[None]]] = deque()
-        self._readers = 0
-        self._writing = False
-
-    @asynccontextmanager
-    async def held(self, *, shared: bool) -> AsyncIterator[None]:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (shared, turn)
-        self._queue.append(entry)
-        self._admit()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if entry in self._queue:
-                self._queue.remove(entry)
-            elif turn.done() and not turn.cancelled():
-                self._release(shared=shared)
-            self._admit()
-            raise
-        try:
-            yield
-        finally:
-            self._release(shared=shared)
-            self._admit()
-
-    def _admit(self) -> None:
-        while self._queue and not self._writing:
-            shared, turn = self._queue[0]
-            if turn.cancelled():
-                self._queue.popleft()
-                continue
-            if not shared and self._readers:
-                return
-            self._queue.popleft()
-            if shared:
-                self._readers += 1
-            else:
-                self._writing = True
-            turn.set_result(None)
-
-    def _release(self, *, shared: bool) -> None:
-        if shared:
-            self._readers -= 1
-        else:
-            self._writing = False
 
 
 @dataclass(slots=True)
@@ -122,6 +74,7 @@ class SharedSandbox:
         self._ledger = _Ledger()
         self._epochs: dict[str, int] = {}
         self._ended: dict[str, None] = {}
+        self._jobs = Jobs(self.incarnation[:8])
         self._closed = False
 
     @property
@@ -186,16 +139,49 @@ class SharedSandbox:
 
     @property
     def busy(self) -> bool:
-        return any(not entry.task.done() for entry in self._ledger.entries.values())
+        return self._jobs.running or any(not entry.task.done() for entry in self._ledger.entries.values())
+
+    async def end_jobs(self, session_id: str) -> None:
+        """Ends the background jobs of a session."""
+        await self._jobs.end_all_of(session_id)
 
     async def _run(self, key: str, operation: Operation) -> OperationResult:
+        entry = self._ledger.entries[key]
+        if is_exempt(operation):
+            entry.started = True
+            return await self._look_after(key, operation)
         async with self._lock.held(shared=is_read(operation)):
-            self._ledger.entries[key].started = True
+            entry.started = True
+            if isinstance(operation, StartJob):
+                return await self._start_job(entry.session_id, key, operation)
             return await perform_on(self._sandbox, operation)
+
+    async def _start_job(self, session_id: str, key: str, operation: StartJob) -> ExecResult | JobState:
+        self._jobs.check_room()
+        process = await self._sandbox.start(operation.command)
+        try:
+            ended = await process.wait(operation.yield_after)
+        except asyncio.CancelledError:
+            await process.kill()
+            raise
+        end = process.end() if ended else None
+        if end is None:
+            return self._jobs.add(session_id, process, key)
+        output, dropped = process.take()
+        return end.but(output=output, dropped_bytes=dropped)
+
+    async def _look_after(self, key: str, operation: Operation) -> JobState:
+        match operation:
+            case CheckJob(id=id, wait=wait):
+                return await self._jobs.check(id, key, wait)
+            case KillJob(id=id):
+                return await self._jobs.kill(id, key)
+        raise AssertionError(f"{operation} is no look at a job")
 
     async def _end(self, key: str, entry: _Entry) -> None:
         entry.task.cancel()
         await asyncio.wait([entry.task])
+        self._jobs.give_back(key)
         if not entry.task.cancelled():
             entry.task.exception()  # looked at, so that nobody is warned of it: its callers have their own copy
         if not entry.started:
@@ -224,6 +210,7 @@ async def perform_on(sandbox: Sandbox, operation: Operation) -> OperationResult:
             return dataclasses.replace(edited, data=b"")
         case ListDir(path=path):
             return await sandbox.list_dir(path)
+    raise AssertionError(f"{operation} is none of a backend's verbs")
 
 
 async def _content(sandbox: Sandbox, path: str, *, missing_ok: bool) -> bytes:
@@ -233,45 +220,3 @@ async def _content(sandbox: Sandbox, path: str, *, missing_ok: bool) -> bytes:
         if missing_ok:
             return b""
         raise
-
-
-class CallSandbox:
-    """BoundSandbox for one call: the first operation goes under the call's own key, later ones under key#1, key#2, …
-
-    open: answers the tree's sandbox, at the first use; timeout: seconds that a command gets unless the tool says
-    otherwise, its partial output is kept.
-    """
-
-    def __init__(self, open: Callable[[], Awaitable[TreeSandbox]], ref: CallRef, timeout: float | None) -> None:
-        self._open = open
-        self._ref = ref
-        self._timeout = timeout
-        self._count = 0
-
-    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
-        result = await self._perform(Execute(command, self._timeout if timeout is None else timeout))
-        assert isinstance(result, ExecResult)
-        return result
-
-    async def read_file(self, path: str) -> bytes:
-        result = await self._perform(ReadFile(path))
-        assert isinstance(result, bytes)
-        return result
-
-    async def write_file(self, path: str, data: bytes) -> None:
-        await self._perform(WriteFile(path, data))
-
-    async def edit_file(self, path: str, edit: Edit) -> Edited:
-        result = await self._perform(EditFile(path, edit))
-        assert isinstance(result, Edited)
-        return result
-
-    async def list_dir(self, path: str) -> tuple[str, ...]:
-        result = await self._perform(ListDir(path))
-        assert isinstance(result, tuple)
-        return result
-
-    async def _perform(self, operation: Operation) -> OperationResult:
-        number, self._count = self._count, self._count + 1
-        ref = self._ref if number == 0 else self._ref.later(number)
-        return await (await self._open()).perform(ref, operation)

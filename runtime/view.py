@@ -45,6 +45,7 @@ def _result(head: Head, status: RunStatus, failure: Failure | None) -> RunResult
         revision=head.revision,
         interrupt=open_interrupt(head),
         failure=failure,
+        background_tasks=head.jobs,
         pending_calls=pending_calls(head),
     )
 
@@ -61,4 +62,5 @@ def info_of(head: Head) -> SessionInfo:
         parent=head.parent,
         children=head.children,
         usage=head.state.agent.usage,
+        background_tasks=head.jobs,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from greenroom.runtime.calls import ExecResult, SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
 from greenroom.sandbox.paths import RootedFiles
-from greenroom.sandbox.process import Keeper
+from greenroom.sandbox.process import Command, Keeper, run_to_end
 
 
 class FolderSandbox:
@@ -48,9 +48,15 @@ class FolderSandbox:
         return self._keeper.alive
 
     async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
+        return await run_to_end(self._run(command, timeout))
+
+    async def start(self, command: str) -> Command:
+        return self._run(command, None)
+
+    def _run(self, command: str, timeout: float | None) -> Command:
         limits = self._spec.limits
         bounds = [seconds for seconds in (timeout, limits.max_seconds) if seconds]
-        return await self._keeper.run(command, self.inside, self._env, min(bounds) if bounds else None, limits)
+        return self._keeper.run(command, self.inside, self._env, min(bounds) if bounds else None, limits)
 
     async def read_file(self, path: str) -> bytes:
         return await asyncio.to_thread(self._files.read, path, self._spec.limits.max_file_bytes)

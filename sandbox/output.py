@@ -29,6 +29,21 @@ class OutputBuffer:
         """Bytes between head and tail that are gone."""
         return self.total - len(self._head) - min(len(self._tail), self._tail_size)
 
+    def take(self, *, final: bool) -> tuple[str, int]:
+        """What came since the last take, and how many bytes of that are gone.
+
+        An unfinished character at the end waits for its rest, unless nothing more comes (final).
+        """
+        last = self._tail or self._head
+        rest = b"" if final else bytes(last[len(_without_cut_end(bytes(last))) :])
+        if rest:
+            del last[-len(rest) :]
+            self.total -= len(rest)
+        taken = self.text(), self.dropped
+        self._head, self._tail, self.total = bytearray(), bytearray(), 0
+        self.add(rest)
+        return taken
+
     def text(self) -> str:
         """The output as text; invalid bytes become U+FFFD, a cut falls between characters."""
         tail = bytes(self._tail[len(self._tail) - min(len(self._tail), self._tail_size) :])

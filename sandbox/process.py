@@ -18,6 +18,7 @@ from pathlib import Path
 
 from greenroom.runtime.calls import ExecResult, SandboxLimits
 from greenroom.runtime.errors import SandboxDied, SandboxUnavailable
+from greenroom.runtime.ports import Process
 from greenroom.sandbox.output import OutputBuffer
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -53,11 +54,95 @@ class Launch:
     limits: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Command:
-    exited: asyncio.Future[int]
-    oom: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+class Command:
+    """A running command: the Process of ports.py. `output`: where its pipe is read."""
+
+    def __init__(self, keeper: Keeper, id: str, output: int, timeout: float | None, limits: SandboxLimits) -> None:
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[int] = loop.create_future()
+        self.gone = asyncio.Event()
+        self.oom = False
+        self._keeper = keeper
+        self._id = id
+        self._output = output
+        self._buffer: OutputBuffer | None = OutputBuffer(limits.output_head, limits.output_tail)
+        self._kept = self._buffer
+        self._drained: asyncio.Future[None] = loop.create_future()
+        self._timed_out = False
+        self._news = asyncio.Event()
+        self._over = loop.create_task(self._until_over(timeout))
+
+    async def wait(self, timeout: float | None = None) -> bool:
+        await asyncio.wait([self._over], timeout=timeout)
+        return self._over.done()
+
+    async def news(self, timeout: float) -> None:
+        if not self._over.done():
+            told = asyncio.ensure_future(self._news.wait())
+            await asyncio.wait([told, self._over], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
+
+    def take(self) -> tuple[str, int]:
+        self._news.clear()
+        return self._kept.take(final=self._over.done())
+
+    def end(self) -> ExecResult | None:
+        if not self._over.done():
+            return None
+        if self.oom:
+            return ExecResult(status="oom")
+        if self._timed_out:
+            return ExecResult(status="timed_out")
+        code = self.exited.result()
+        if code < 0:
+            return ExecResult(status="signaled", signal=-code)
+        return ExecResult(status="exited", exit_code=code)
+
+    async def kill(self) -> None:
+        await self._keeper.kill(self._id, self)
+        if not self.exited.done():
+            self.exited.set_exception(SandboxDied("the command would not end"))
+        await asyncio.wait([self._over])
+
+    def read(self) -> None:
+        """There is something in the pipe."""
+        try:
+            data = os.read(self._output, 1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data and self._buffer is not None:
+            self._buffer.add(data)
+            self._news.set()
+        elif not data:
+            self._keeper.forget(self._output)
+            if not self._drained.done():
+                self._drained.set_result(None)
+
+    async def _until_over(self, timeout: float | None) -> None:
+        """To the command's end, and the end of what it wrote; a child that holds the pipe is read to nowhere then."""
+        await asyncio.wait([self.exited], timeout=timeout)
+        if not self.exited.done():
+            self._timed_out = True
+            await self._keeper.kill(self._id, self)
+        await asyncio.wait([self._drained], timeout=DRAIN)
+        self._buffer = None
+        if self.exited.done() and not self.exited.cancelled():
+            self.exited.exception()  # looked at, also when nobody asks how it ended
+
+
+async def run_to_end(command: Process) -> ExecResult:
+    """How the command ended, with what it put out; cancelling kills its tree first."""
+    try:
+        await command.wait()
+    except asyncio.CancelledError:
+        await command.kill()
+        raise
+    end = command.end()
+    assert end is not None, "a command that was waited for has ended"
+    output, dropped = command.take()
+    return end.but(output=output, dropped_bytes=dropped)
 
 
 class Keeper:
@@ -68,8 +153,8 @@ class Keeper:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._commands: dict[str, _Command] = {}
-        self._drains: set[int] = set()
+        self._commands: dict[str, Command] = {}
+        self._outputs: set[int] = set()
         self._count = 0
         self._alive = True
         self._loop.add_reader(sock.fileno(), self._receive)
@@ -111,45 +196,40 @@ class Keeper:
     def alive(self) -> bool:
         return self._alive
 
-    async def run(
+    def run(
         self, command: str, cwd: str, env: Mapping[str, str], timeout: float | None, limits: SandboxLimits
-    ) -> ExecResult:
-        """Runs a bash command to its end; cancelling kills its tree first.
-
-        Raises SandboxDied, OSError if it cannot be started.
-        """
-        buffer = OutputBuffer(limits.output_head, limits.output_tail)
+    ) -> Command:
+        """Starts a bash command; it is killed after `timeout` seconds. Raises SandboxDied."""
         self._count += 1
         id = str(self._count)
-        running = self._commands[id] = _Command(self._loop.create_future())
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
-        ended = self._loop.create_future()
-        self._loop.add_reader(read_end, self._read, read_end, buffer, ended)
-        self._drains.add(read_end)
         try:
-            try:
-                self._send_command(id, command, cwd, env, write_end)
-            finally:
-                os.close(write_end)
-            await asyncio.wait([running.exited], timeout=timeout)
-            timed_out = not running.exited.done()
-            if timed_out:
-                await self._kill(id, running)
-            await asyncio.wait([ended], timeout=DRAIN)
-            return _result(None if timed_out else running.exited.result(), buffer, oom=running.oom)
-        except asyncio.CancelledError:
-            await self._kill(id, running)
+            self._send_command(id, command, cwd, env, write_end)
+        except BaseException:
+            os.close(read_end)
             raise
         finally:
-            # A child that the command left behind may hold the pipe: from now on it is read to nowhere.
-            if read_end in self._drains:
-                self._loop.remove_reader(read_end)
-                self._loop.add_reader(read_end, self._read, read_end, None, ended)
-            if running.exited.done() and not running.exited.cancelled():
-                running.exited.exception()
-            if running.gone.is_set():
-                self._commands.pop(id, None)
+            os.close(write_end)
+        running = self._commands[id] = Command(self, id, read_end, timeout, limits)
+        self._loop.add_reader(read_end, running.read)
+        self._outputs.add(read_end)
+        return running
+
+    async def kill(self, id: str, command: Command) -> None:
+        """Ends the command's whole tree; returns when it is gone, or after KILL_TIMEOUT."""
+        if not self._alive or command.gone.is_set():
+            return
+        self._send({"kill": id})
+        waiting = asyncio.ensure_future(command.gone.wait())
+        await asyncio.wait([waiting], timeout=KILL_TIMEOUT)
+        waiting.cancel()
+
+    def forget(self, fd: int) -> None:
+        """Nothing more comes out of this pipe."""
+        self._outputs.discard(fd)
+        self._loop.remove_reader(fd)
+        os.close(fd)
 
     def _send_command(self, id: str, command: str, cwd: str, env: Mapping[str, str], output: int) -> None:
         body = command.encode("utf-8", "surrogateescape")
@@ -167,10 +247,12 @@ class Keeper:
 
     async def close(self) -> None:
         """Ends everything the keeper runs; returns when all of it is gone."""
+        running = list(self._commands.values())
         self._lost()
-        for fd in list(self._drains):
-            self._forget(fd)
+        for fd in list(self._outputs):
+            self.forget(fd)
         await asyncio.to_thread(self._wait_for_end)
+        await asyncio.gather(*(command.wait() for command in running))
 
     def _wait_for_end(self) -> None:
         try:
@@ -178,14 +260,6 @@ class Keeper:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    async def _kill(self, id: str, command: _Command) -> None:
-        if not self._alive or command.gone.is_set():
-            return
-        self._send({"kill": id})
-        waiting = asyncio.ensure_future(command.gone.wait())
-        await asyncio.wait([waiting], timeout=KILL_TIMEOUT)
-        waiting.cancel()
 
     def _send(self, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
         if not self._alive:
@@ -249,34 +323,4 @@ class Keeper:
             command.gone.set()
             if not command.exited.done():
                 command.exited.set_exception(SandboxDied("the sandbox's keeper is gone"))
-
-    def _read(self, fd: int, buffer: OutputBuffer | None, ended: asyncio.Future[None]) -> None:
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if data and buffer is not None:
-            buffer.add(data)
-        elif not data:
-            self._forget(fd)
-            if not ended.done():
-                ended.set_result(None)
-
-    def _forget(self, fd: int) -> None:
-        self._drains.discard(fd)
-        self._loop.remove_reader(fd)
-        os.close(fd)
-
-
-def _result(code: int | None, buffer: OutputBuffer, *, oom: bool) -> ExecResult:
-    """code: the exit code, a negative signal, or None for a command that was out of time."""
-    output, dropped = buffer.text(), buffer.dropped
-    if oom:
-        return ExecResult(status="oom", output=output, dropped_bytes=dropped)
-    if code is None:
-        return ExecResult(status="timed_out", output=output, dropped_bytes=dropped)
-    if code >= 0:
-        return ExecResult(status="exited", exit_code=code, output=output, dropped_bytes=dropped)
-    return ExecResult(status="signaled", signal=-code, output=output, dropped_bytes=dropped)
+        self._commands.clear()

@@ -18,13 +18,14 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = """
 AgentConfig AgentRuntime AgentUnavailable AlreadyExists Anthropic CancelToken ClaimHeld ClusterError ConfigError
 Conflict Deleted EditRefused Event ExecResult Failure FailureKind Fenced GreenroomError IllegalTransition ImageBlock
-Interrupt InterruptPending Limits MapResult Message MessageDelta ModelRequest NewerSchema NotFound OpenAICompatible
-PathRefused PendingCall PoolConfig PoolMismatch PreconditionFailed PreflightError ProposedCall ProviderError
-ReasoningBlock RedactedThinkingBlock RequestConflict RunFailed RunResult RunStatus Runtime SandboxConflict SandboxDied
-SandboxError SandboxFenced SandboxLimits SandboxSpec SandboxUnavailable Scripted Session SessionBusy SessionError
-SessionExists SessionInfo SessionNotFound Storage StorageError SubAgent TextBlock TextDelta ThinkingBlock
-ThinkingDelta Tool ToolCallBlock ToolCallDelta ToolContext ToolOutput ToolPolicy ToolRegistry ToolResultBlock ToolSpec
-Transcript Turn Undecided UnknownInterrupt Usage UsageError Verdict connect register_default_tools
+Interrupt InterruptPending JobNotFound JobState Limits MapResult Message MessageDelta ModelRequest NewerSchema
+NotFound OpenAICompatible PathRefused PendingCall PoolConfig PoolMismatch PreconditionFailed PreflightError
+ProposedCall ProviderError ReasoningBlock RedactedThinkingBlock RequestConflict RunFailed RunResult RunStatus Runtime
+SandboxConflict SandboxDied SandboxError SandboxFenced SandboxLimits SandboxSpec SandboxUnavailable Scripted Session
+SessionBusy SessionError SessionExists SessionInfo SessionNotFound Storage StorageError SubAgent TextBlock TextDelta
+ThinkingBlock ThinkingDelta Tool ToolCallBlock ToolCallDelta ToolContext ToolOutput ToolPolicy ToolRegistry
+ToolResultBlock ToolSpec Transcript Turn Undecided UnknownInterrupt Usage UsageError Verdict connect
+register_default_tools
 """
 
 

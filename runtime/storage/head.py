@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,9 @@ from greenroom.runtime.state import AgentState, Ready, State
 from greenroom.runtime.storage.documents import Migration, decode_document
 
 SCHEMA_VERSION = 4
+
+MAX_JOBS = 64
+"""Background jobs that a head names, the latest."""
 
 
 class SegmentRef(Value):
@@ -104,7 +108,7 @@ class Head(Value):
     host_fence: an embedding host's own number; usage_before: what the session had used when this run began; index:
     where the references of earlier segments lie; batch_blob, text_blob: where the batch and the final text lie when
     they are large; spawned: the calls that started a child, without the session id that begins their keys: a child's id
-    follows.
+    follows; jobs: background jobs that ran when they were last looked at.
     """
 
     schema_version: int = Field(default=SCHEMA_VERSION, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
@@ -133,6 +137,7 @@ class Head(Value):
     batch_blob: str | None = None
     text_blob: str | None = None
     spawned: tuple[str, ...] = ()
+    jobs: tuple[str, ...] = ()
     index: SegmentRef | None = None
     segments: tuple[SegmentRef, ...] = ()
     inline: tuple[Message, ...] = ()
@@ -149,6 +154,12 @@ class Head(Value):
         """The head with the child of this call registered."""
         call = call_key.removeprefix(f"{self.session_id}/")
         return self if call in self.spawned else self.but(spawned=(*self.spawned, call))
+
+    def with_jobs(self, seen: Mapping[str, bool]) -> Head:
+        """The head after a look at these jobs: whether each still runs."""
+        kept = tuple(id for id in self.jobs if seen.get(id, True))
+        fresh = tuple(id for id, runs in seen.items() if runs and id not in kept)
+        return self.but(jobs=(*kept, *fresh)[-MAX_JOBS:])
 
     def encode(self) -> bytes:
         """Its JSON; the messages in it are encoded once, not with every save."""
@@ -191,7 +202,7 @@ def _to_3(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_4(document: dict[str, Any]) -> dict[str, Any]:
-    """Version 4 knows more bounds of a sandbox; one that was made before has their defaults."""
+    """Version 4 knows more bounds of a sandbox, with their defaults for one made before, and background jobs."""
     return document
 
 

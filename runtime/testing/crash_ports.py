@@ -205,3 +205,7 @@ class RemoteTree:
         await self._world.gate(f"before ending {ref.call_key}")
         await self._world.outside(self._inner.end(ref))
         await self._world.gate(f"after ending {ref.call_key}")
+
+    async def end_jobs(self, session_id: str) -> None:
+        await self._world.gate(f"before ending the jobs of {session_id}")
+        await self._world.outside(self._inner.end_jobs(session_id))

@@ -15,14 +15,18 @@ Command = Callable[[str], Answer | Awaitable[Answer]]
 class FakeSandbox:
     """`on_command`: what a command gives, a text (exit 0) or an ExecResult; may be async. `commands`: those asked for.
 
-    `running`: commands under way now; one that is cancelled leaves the list, and `ended` names it.
+    background: which commands outlast every wait with a time limit; no time is measured here. `running`: commands under
+    way now; one that is cancelled leaves the list, and `ended` names it.
     """
 
     kind = "host"
     guarantees: frozenset[str] = frozenset({"isolated", "no_network", "rooted_files"})
 
-    def __init__(self, on_command: Command | None = None) -> None:
+    def __init__(
+        self, on_command: Command | None = None, *, background: Callable[[str], bool] = lambda command: False
+    ) -> None:
         self._on_command = on_command or (lambda command: f"ran: {command}")
+        self._background = background
         self.files: dict[str, bytes] = {}
         self.commands: list[str] = []
         self.running: list[str] = []
@@ -47,6 +51,9 @@ class FakeSandbox:
             self.running.remove(command)
         return answer if isinstance(answer, ExecResult) else ExecResult(status="exited", exit_code=0, output=answer)
 
+    async def start(self, command: str) -> FakeProcess:
+        return FakeProcess(asyncio.ensure_future(self.execute(command)), lasting=self._background(command))
+
     async def read_file(self, path: str) -> bytes:
         if path not in self.files:
             raise FileNotFoundError(2, "No such file or directory", path)
@@ -64,13 +71,53 @@ class FakeSandbox:
         self.closed = True
 
 
+class FakeProcess:
+    """A command of a FakeSandbox; its output comes at its end, all at once."""
+
+    def __init__(self, run: asyncio.Future[ExecResult], *, lasting: bool) -> None:
+        self._run = run
+        self._lasting = lasting
+        self._taken = False
+
+    async def wait(self, timeout: float | None = None) -> bool:
+        if timeout is not None and self._lasting:
+            await asyncio.sleep(0)
+        else:
+            await asyncio.wait([self._run])
+        return self._run.done()
+
+    async def news(self, timeout: float) -> None:
+        if not self._taken:
+            await self.wait(timeout)
+
+    def take(self) -> tuple[str, int]:
+        if not self._run.done() or self._run.cancelled() or self._taken:
+            return "", 0
+        self._taken = True
+        return self._run.result().output, 0
+
+    def end(self) -> ExecResult | None:
+        if not self._run.done():
+            return None
+        if self._run.cancelled():
+            return ExecResult(status="signaled", signal=9)
+        return self._run.result().but(output="", dropped_bytes=0)
+
+    async def kill(self) -> None:
+        self._run.cancel()
+        await asyncio.wait([self._run])
+
+
 class FakeSandboxes:
     """A SandboxFactory that gives every tree a FakeSandbox; `opened` holds them by root."""
 
-    def __init__(self, on_command: Command | None = None) -> None:
+    def __init__(
+        self, on_command: Command | None = None, *, background: Callable[[str], bool] = lambda command: False
+    ) -> None:
         self._on_command = on_command
+        self._background = background
         self.opened: dict[str, FakeSandbox] = {}
 
     async def open(self, spec: SandboxSpec, root: str, snapshot: str | None = None) -> FakeSandbox:
-        sandbox = self.opened[root] = FakeSandbox(self._on_command)
+        sandbox = self.opened[root] = FakeSandbox(self._on_command, background=self._background)
         return sandbox

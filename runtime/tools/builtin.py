@@ -9,13 +9,17 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from greenroom.runtime.calls import ExecResult, Interrupt, ToolContext, ToolOutput
+from greenroom.runtime.calls import ExecResult, Interrupt, JobState, ToolContext, ToolOutput
 from greenroom.runtime.editing import Edit
-from greenroom.runtime.errors import ConfigError, EditRefused, PathRefused
+from greenroom.runtime.errors import ConfigError, EditRefused, JobNotFound, PathRefused
+from greenroom.runtime.jobs import MAX_WAIT
 from greenroom.runtime.messages import clean
 from greenroom.runtime.ports import BoundSandbox
 from greenroom.runtime.tools.output import plain_json
 from greenroom.runtime.tools.registry import Tool, ToolRegistry, ToolSpec, with_trust
+
+YIELD_AFTER = 2.0
+"""Seconds until a bash command goes to the background."""
 
 
 class _Arguments(BaseModel):
@@ -61,6 +65,17 @@ class BashArguments(_Arguments):
     command: str = Field(description="A bash command; it runs in the workspace, with no input")
 
 
+class CheckArguments(_Arguments):
+    id: str = Field(description="The id of the background job, as bash gave it")
+    wait_secs: float | None = Field(
+        default=None, ge=0, le=MAX_WAIT, description="Wait up to so many seconds for its end before answering"
+    )
+
+
+class KillArguments(_Arguments):
+    id: str = Field(description="The id of the background job, as bash gave it")
+
+
 class AskArguments(_Arguments):
     question: str = Field(description="The question to the user")
     options: list[str] = Field(default_factory=list, description="Answers to choose from, if there are any")
@@ -95,7 +110,22 @@ async def write_file(ctx: ToolContext, arguments: WriteFileArguments) -> ToolOut
 
 
 async def bash(ctx: ToolContext, arguments: BashArguments) -> ToolOutput:
-    return exec_output(await _sandbox(ctx).execute(arguments.command))
+    result = await _sandbox(ctx).start(arguments.command)
+    return job_output(result) if isinstance(result, JobState) else exec_output(result)
+
+
+async def check(ctx: ToolContext, arguments: CheckArguments) -> ToolOutput:
+    try:
+        return job_output(await _sandbox(ctx).check_job(arguments.id, arguments.wait_secs))
+    except JobNotFound as error:
+        return ToolOutput.of_text(str(error), is_error=True)
+
+
+async def kill(ctx: ToolContext, arguments: KillArguments) -> ToolOutput:
+    try:
+        return job_output(await _sandbox(ctx).kill_job(arguments.id))
+    except JobNotFound as error:
+        return ToolOutput.of_text(str(error), is_error=True)
 
 
 async def ask_followup_question(_ctx: ToolContext, arguments: AskArguments) -> Interrupt:
@@ -113,6 +143,18 @@ def exec_output(result: ExecResult) -> ToolOutput:
     if result.dropped_bytes:
         shown["dropped_bytes"] = result.dropped_bytes
     return ToolOutput.of_text(plain_json(shown), is_error=result.status in ("timed_out", "output_limit", "oom"))
+
+
+def job_output(job: JobState) -> ToolOutput:
+    """A background job as JSON: what it is doing, or how it ended, and what is new of its output."""
+    shown: dict[str, object] = {"id": job.id, "status": "completed" if job.status == "exited" else job.status}
+    for name in ("exit_code", "signal"):
+        if getattr(job, name) is not None:
+            shown[name] = getattr(job, name)
+    shown["output"] = job.output
+    if job.dropped_bytes:
+        shown["dropped_bytes"] = job.dropped_bytes
+    return ToolOutput.of_text(plain_json(shown))
 
 
 def _refused(error: OSError | EditRefused) -> ToolOutput:
@@ -155,13 +197,40 @@ _FILES_AND_SHELL = (
     Tool(
         ToolSpec(
             "bash",
-            "Run a bash command in the workspace and get its exit code and output (stdout and stderr together).",
+            "Run a bash command in the workspace and get its exit code and output (stdout and stderr together). One "
+            f"that takes longer than {YIELD_AFTER:g} s goes on in the background and gives an id for check and kill.",
             BashArguments,
+            yield_after=YIELD_AFTER,
             runs_in="sandbox",
             needs_sandbox=True,
         ),
         bash,
         builtin="bash",
+    ),
+    Tool(
+        ToolSpec(
+            "check",
+            "Look at a background job: what it has put out since the last look, and how it ended if it has.",
+            CheckArguments,
+            effect="read_only",
+            timeout=MAX_WAIT + 30.0,
+            runs_in="sandbox",
+            needs_sandbox=True,
+        ),
+        check,
+        builtin="check",
+    ),
+    Tool(
+        ToolSpec(
+            "kill",
+            "End a background job and everything it started.",
+            KillArguments,
+            effect="idempotent",
+            runs_in="sandbox",
+            needs_sandbox=True,
+        ),
+        kill,
+        builtin="kill",
     ),
 )
 _ASK = Tool(
@@ -185,6 +254,6 @@ def default_tools(trust: Literal["sandboxed", "host"]) -> tuple[Tool, ...]:
 
 
 def register_default_tools(registry: ToolRegistry, trust: Literal["sandboxed", "host"]) -> None:
-    """Adds read_file, write_file, bash and askFollowupQuestion. See `default_tools` for `trust`."""
+    """Adds read_file, write_file, bash, check, kill and askFollowupQuestion. See `default_tools` for `trust`."""
     for tool in default_tools(trust):
         registry.add_tool(tool)

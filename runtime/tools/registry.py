@@ -30,7 +30,8 @@ class ToolSpec:
 
     effect: what a second run would do: read_only (nothing, and it may run beside others), idempotent (the same as
     the first), effectful (something again: it is never repeated). timeout: seconds, None for the agent's
-    tool_timeout, 0 for none. may_interrupt: it may return an Interrupt; it then runs first and alone. runs_in: whether
+    tool_timeout, 0 for none. yield_after: seconds until what ctx.sandbox.start began goes on as a background job, None
+    for never. may_interrupt: it may return an Interrupt; it then runs first and alone. runs_in: whether
     everything it does is one operation of ctx.sandbox, whose outcome survives this process. needs_sandbox,
     needs_isolation: refused at the start of a run whose sandbox is missing or enforces no isolation.
     """
@@ -47,8 +48,13 @@ class ToolSpec:
     needs_isolation: bool = False
 
     def __post_init__(self) -> None:
-        if self.yield_after is not None:
-            raise ConfigError(f"tool {self.name!r}: yield_after is not available in this version", hint="Leave it out")
+        if self.yield_after is not None and self.runs_in != "sandbox":
+            raise ConfigError(
+                f"tool {self.name!r}: yield_after is only available for tools that run in the sandbox",
+                hint="Leave it out, or do the work with ctx.sandbox.start and say runs_in='sandbox'",
+            )
+        if self.yield_after is not None and self.yield_after < 0:
+            raise ConfigError(f"tool {self.name!r}: yield_after is {self.yield_after}", hint="Give seconds")
         if self.effect not in ("read_only", "idempotent", "effectful"):
             raise ConfigError(
                 f"tool {self.name!r}: unknown effect {self.effect!r}", hint="read_only, idempotent or effectful"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from greenroom.embedded import AgentRuntime as AgentRuntime
     from greenroom.runtime.calls import ExecResult as ExecResult
     from greenroom.runtime.calls import Interrupt as Interrupt
+    from greenroom.runtime.calls import JobState as JobState
     from greenroom.runtime.calls import ModelRequest as ModelRequest
     from greenroom.runtime.calls import ProposedCall as ProposedCall
     from greenroom.runtime.calls import SandboxLimits as SandboxLimits
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.errors import GreenroomError as GreenroomError
     from greenroom.runtime.errors import IllegalTransition as IllegalTransition
     from greenroom.runtime.errors import InterruptPending as InterruptPending
+    from greenroom.runtime.errors import JobNotFound as JobNotFound
     from greenroom.runtime.errors import NewerSchema as NewerSchema
     from greenroom.runtime.errors import NotFound as NotFound
     from greenroom.runtime.errors import PathRefused as PathRefused
@@ -117,6 +119,7 @@ _HOME = {
     "IllegalTransition": "runtime.errors",
     "ImageBlock": "runtime.messages",
     "Interrupt": "runtime.calls",
+    "JobState": "runtime.calls",
     "InterruptPending": "runtime.errors",
     "Limits": "runtime.limits",
     "MapResult": "runtime.results",
@@ -127,6 +130,7 @@ _HOME = {
     "NotFound": "runtime.errors",
     "OpenAICompatible": "runtime.providers",
     "EditRefused": "runtime.errors",
+    "JobNotFound": "runtime.errors",
     "PathRefused": "runtime.errors",
     "PendingCall": "runtime.results",
     "PoolConfig": "actors.wire",
@@ -206,6 +210,8 @@ __all__ = [
     "ImageBlock",
     "Interrupt",
     "InterruptPending",
+    "JobNotFound",
+    "JobState",
     "Limits",
     "MapResult",
     "Message",

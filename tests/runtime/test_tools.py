@@ -42,7 +42,14 @@ class Row(BaseModel):
 
 def test_a_new_registry_is_empty_and_the_default_tools_are_named() -> None:
     assert len(ToolRegistry()) == 0
-    assert default_registry().names() == ["read_file", "write_file", "bash", "askFollowupQuestion"]
+    assert default_registry().names() == [
+        "read_file",
+        "write_file",
+        "bash",
+        "check",
+        "kill",
+        "askFollowupQuestion",
+    ]
     with pytest.raises(ConfigError):
         default_tools("all")  # type: ignore[arg-type]  # the mistake is the point
 
@@ -52,7 +59,7 @@ def test_a_subset_keeps_the_tools_and_an_unknown_name_is_named() -> None:
     subset = registry.subset(["bash"])
     assert subset.names() == ["bash"]
     assert subset.get("bash") is registry.get("bash")
-    assert len(registry) == 4
+    assert len(registry) == 6
     assert "bash" in registry
     assert not registry.contains("nope")
     with pytest.raises(KeyError, match="nope"):

@@ -1,0 +1,92 @@
+"""CallSandbox: the tree's sandbox as one call's tool sees it (ctx.sandbox)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from greenroom.runtime.calls import CallRef, ExecResult, JobState
+from greenroom.runtime.editing import Edit, Edited
+from greenroom.runtime.operations import (
+    CheckJob,
+    EditFile,
+    Execute,
+    KillJob,
+    ListDir,
+    Operation,
+    OperationResult,
+    ReadFile,
+    StartJob,
+    WriteFile,
+)
+from greenroom.runtime.ports import TreeSandbox
+
+
+class CallSandbox:
+    """BoundSandbox for one call: the first operation goes under the call's own key, later ones under key#1, key#2, …
+
+    open: answers the tree's sandbox, at the first use; timeout: seconds that a command gets unless the tool says
+    otherwise, its partial output is kept; yield_after: seconds until a command that `start` began goes to the
+    background, None for never. `jobs`: what became of the background jobs that this call saw, by id: whether they run.
+    """
+
+    def __init__(
+        self,
+        open: Callable[[], Awaitable[TreeSandbox]],
+        ref: CallRef,
+        timeout: float | None,
+        yield_after: float | None = None,
+    ) -> None:
+        self.jobs: dict[str, bool] = {}
+        self._open = open
+        self._ref = ref
+        self._timeout = timeout
+        self._yield_after = yield_after
+        self._count = 0
+
+    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
+        result = await self._perform(Execute(command, self._timeout if timeout is None else timeout))
+        assert isinstance(result, ExecResult)
+        return result
+
+    async def start(self, command: str) -> ExecResult | JobState:
+        if self._yield_after is None:
+            return await self.execute(command)
+        result = await self._perform(StartJob(command, self._yield_after))
+        if isinstance(result, JobState):
+            return self._noted(result)
+        assert isinstance(result, ExecResult)
+        return result
+
+    async def check_job(self, id: str, wait: float | None = None) -> JobState:
+        return self._noted(await self._perform(CheckJob(id, wait)))
+
+    async def kill_job(self, id: str) -> JobState:
+        return self._noted(await self._perform(KillJob(id)))
+
+    def _noted(self, result: OperationResult) -> JobState:
+        assert isinstance(result, JobState)
+        self.jobs[result.id] = result.status == "running"
+        return result
+
+    async def read_file(self, path: str) -> bytes:
+        result = await self._perform(ReadFile(path))
+        assert isinstance(result, bytes)
+        return result
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        await self._perform(WriteFile(path, data))
+
+    async def edit_file(self, path: str, edit: Edit) -> Edited:
+        result = await self._perform(EditFile(path, edit))
+        assert isinstance(result, Edited)
+        return result
+
+    async def list_dir(self, path: str) -> tuple[str, ...]:
+        result = await self._perform(ListDir(path))
+        assert isinstance(result, tuple)
+        return result
+
+    async def _perform(self, operation: Operation) -> OperationResult:
+        number, self._count = self._count, self._count + 1
+        ref = self._ref if number == 0 else self._ref.later(number)
+        return await (await self._open()).perform(ref, operation)

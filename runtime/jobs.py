@@ -1,0 +1,144 @@
+"""Background jobs of a sandbox: commands that outlived their call, by id, until somebody ends them or the sandbox ends.
+
+A job's output is given out once, in order. What a call was given counts as taken only when the next call comes: one
+that was ended before its result could be saved gives its part back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from greenroom.runtime.calls import JobState
+from greenroom.runtime.errors import JobNotFound, SandboxError
+from greenroom.runtime.ports import Process
+
+MAX_JOBS = 32
+"""Jobs of one sandbox that may run at once."""
+
+KEPT_ENDED = 64
+"""Jobs that have ended and can still be asked, the latest."""
+
+MAX_WAIT = 60.0
+"""Seconds that one look may wait for something new."""
+
+NEWS_WAIT = 2.0
+"""Seconds that a look waits for something new."""
+
+MAX_GIVEN_BACK = 64 * 1024
+"""Characters of output that were given out and came back; beyond it the oldest are dropped."""
+
+
+@dataclass(slots=True)
+class _Job:
+    session_id: str
+    process: Process
+    given_to: str | None = None
+    given: str = ""
+    dropped: int = 0
+    killed: bool = False
+
+
+class Jobs:
+    """`mark`: of the sandbox's incarnation; it is in every id, so that an old id never means a new job."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._jobs: dict[str, _Job] = {}
+        self._count = 0
+
+    @property
+    def running(self) -> bool:
+        return any(job.process.end() is None for job in self._all(ended=False))
+
+    def check_room(self) -> None:
+        """Raises SandboxError when no further job may run."""
+        if sum(1 for _ in self._all(ended=False)) >= MAX_JOBS:
+            raise SandboxError(f"{MAX_JOBS} background jobs are running", hint="End one with kill, or wait for one")
+
+    def add(self, session_id: str, process: Process, key: str) -> JobState:
+        """A command that goes on in the background; what it has put out so far goes to the call `key`."""
+        self._count += 1
+        id = f"job-{self._mark}-{self._count}"
+        self._jobs[id] = _Job(session_id, process)
+        ended = [id for id, job in self._jobs.items() if _has_ended(job.process)]
+        for old in ended[: max(0, len(ended) - KEPT_ENDED)]:
+            del self._jobs[old]
+        return self._look(id, key)
+
+    async def check(self, id: str, key: str, wait: float | None) -> JobState:
+        """What is new; raises JobNotFound.
+
+        wait: seconds to wait for the job's end first. Then it waits a moment for something new, so that nobody who asks
+        again and again has nothing to see.
+        """
+        job = self._find(id)
+        if wait:
+            await job.process.wait(min(wait, MAX_WAIT))
+        if not job.given or job.given_to is not None:  # else there is something already: what came back
+            await job.process.news(NEWS_WAIT)
+        return self._look(id, key)
+
+    async def kill(self, id: str, key: str) -> JobState:
+        """Ends the job; one that has ended by itself keeps its own end. Raises JobNotFound."""
+        job = self._find(id)
+        if not _has_ended(job.process):
+            job.killed = True
+            await job.process.kill()
+        return self._look(id, key)
+
+    async def end_all_of(self, session_id: str) -> None:
+        for job in list(self._all(ended=False)):
+            if job.session_id == session_id:
+                job.killed = True
+                await job.process.kill()
+
+    def give_back(self, key: str) -> None:
+        """The call was ended: what it was given goes to the next one that asks."""
+        for job in self._jobs.values():
+            if job.given_to == key:
+                job.given_to = None
+
+    def _look(self, id: str, key: str) -> JobState:
+        job = self._find(id)
+        text, dropped = job.process.take()
+        if job.given_to not in (None, key):
+            job.given, job.dropped = "", 0
+        job.given = (job.given + text)[-MAX_GIVEN_BACK:]
+        job.dropped += dropped
+        job.given_to = key
+        return _state(id, job)
+
+    def _find(self, id: str) -> _Job:
+        job = self._jobs.get(id)
+        if job is None:
+            raise JobNotFound(
+                f"there is no background job {id!r}",
+                hint="It was never started here, or ended with a sandbox that is gone",
+            )
+        return job
+
+    def _all(self, *, ended: bool) -> Iterable[_Job]:
+        return (job for job in self._jobs.values() if _has_ended(job.process) is ended)
+
+
+def _has_ended(process: Process) -> bool:
+    try:
+        return process.end() is not None
+    except (OSError, SandboxError):
+        return True
+
+
+def _state(id: str, job: _Job) -> JobState:
+    end = job.process.end()
+    if end is None:
+        return JobState(id=id, status="running", output=job.given, dropped_bytes=job.dropped)
+    status = "killed" if job.killed and end.status in ("signaled", "timed_out") else end.status
+    return JobState(
+        id=id,
+        status=status,
+        exit_code=end.exit_code,
+        signal=end.signal,
+        output=job.given,
+        dropped_bytes=job.dropped,
+    )
