@@ -13,6 +13,7 @@ from greenroom.runtime.testing.faulty import Fault, FaultyStore
 from greenroom.runtime.testing.history import HistoryError, strict_history
 from greenroom.runtime.testing.provider_contract import check_provider
 from greenroom.runtime.testing.sandbox import FakeSandbox, FakeSandboxes
+from greenroom.runtime.testing.sandbox_contract import check_sandbox
 
 __all__ = [
     "ContractBroken",
@@ -30,6 +31,7 @@ __all__ = [
     "check_checkpoint_store",
     "check_object_store",
     "check_provider",
+    "check_sandbox",
     "check_transcript_store",
     "crash_everywhere",
     "drive_to_end",

@@ -49,7 +49,7 @@ async def pid_of(runtime: RayRuntime, session_id: str) -> int:
 
 
 async def test_a_killed_session_actor_is_taken_over_and_its_command_ran_once(on_ray: RayRuntime, home: Path) -> None:
-    session = await on_ray.create_session(scripted(bash("sleep 2; echo x >> marker; echo done"), "finished"))
+    session = await on_ray.create_session(scripted(bash("sleep 1; echo x >> marker; echo done"), "finished"))
     run = asyncio.create_task(session.run("go"))
     workspace = home / "workspaces" / session.id
     await until(lambda: alive("echo x >> marker"), "the command runs")
@@ -101,7 +101,7 @@ async def test_a_users_own_effect_that_was_cut_off_is_said_to_be_unknown(on_ray:
 
 
 async def test_a_killed_parent_finds_its_child_again(on_ray: RayRuntime, home: Path) -> None:
-    child = scripted(bash("sleep 2; echo x >> marker"), "child says", name="child", sandbox=None)
+    child = scripted(bash("sleep 1; echo x >> marker"), "child says", name="child", sandbox=None)
     session = await on_ray.create_session(
         scripted(calls(call("helper", task="t")), "parent says", subagents={"helper": child})
     )
