@@ -29,6 +29,7 @@ bench: install-dev  ## JSON lines; ratios count, milliseconds do not
 	$(BIN)/python benchmarks/activation.py
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/over_http.py
+	$(BIN)/python benchmarks/sandbox.py
 	$(BIN)/python benchmarks/storage.py
 
 install: $(VENV)/.installed
