@@ -22,12 +22,18 @@ YIELD_AFTER = 2.0
 """Seconds until a bash command goes to the background."""
 
 
+MAX_READ = 64 * 1024
+"""Characters of a file that a model gets at once."""
+
+
 class _Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
 class ReadFileArguments(_Arguments):
     path: str = Field(description="Path of the file, relative to the workspace")
+    offset: int = Field(default=1, ge=1, description="The first line to give, counted from 1")
+    limit: int | None = Field(default=None, ge=1, description="How many lines to give; as many as fit unless said")
 
 
 class WriteFileArguments(_Arguments):
@@ -87,11 +93,33 @@ async def read_file(ctx: ToolContext, arguments: ReadFileArguments) -> ToolOutpu
     except OSError as error:
         return _refused(error)
     try:
-        return ToolOutput.of_text(data.decode("utf-8"))
+        return ToolOutput.of_text(_excerpt(data.decode("utf-8"), arguments.offset, arguments.limit))
     except UnicodeDecodeError:
         return ToolOutput.of_text(
             f"{arguments.path} is not UTF-8 text ({len(data)} bytes); use bash to look into it", is_error=True
         )
+
+
+def _excerpt(text: str, offset: int, limit: int | None) -> str:
+    """The lines asked for, character for character, as far as MAX_READ goes; what is left is told at the end."""
+    if offset == 1 and limit is None and len(text) <= MAX_READ:
+        return text
+    lines = [f"{line}\n" for line in text.split("\n")]
+    lines[-1] = lines[-1][:-1]
+    if not lines[-1]:
+        lines.pop()
+    if offset > max(len(lines), 1):
+        return f"[the file has {len(lines)} lines]"
+    last = len(lines) if limit is None else min(len(lines), offset - 1 + limit)
+    shown, number = "", offset - 1
+    while number < last and len(shown) + len(lines[number]) <= MAX_READ:
+        shown += lines[number]
+        number += 1
+    if number == offset - 1 < last:  # one line that is too long by itself
+        return f"{lines[number][:MAX_READ]}\n[line {offset} has {len(lines[number])} characters; use bash for the rest]"
+    if number == len(lines):
+        return shown
+    return f"{shown}[line {number} of {len(lines)}; go on with offset {number + 1}]"
 
 
 async def write_file(ctx: ToolContext, arguments: WriteFileArguments) -> ToolOutput:
