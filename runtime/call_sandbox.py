@@ -51,7 +51,7 @@ class CallSandbox:
     async def start(self, command: str) -> ExecResult | JobState:
         if self._yield_after is None:
             return await self.execute(command)
-        result = await self._perform(StartJob(command, self._yield_after))
+        result = await self._perform(StartJob(command, self._yield_after, self._timeout))
         if isinstance(result, JobState):
             return self._noted(result)
         assert isinstance(result, ExecResult)

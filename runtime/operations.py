@@ -19,10 +19,14 @@ class Execute:
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Run a shell command; if it has not ended after `yield_after` seconds it goes on as a background job."""
+    """Run a shell command; if it has not ended after `yield_after` seconds it goes on as a background job.
+
+    timeout: seconds, for a sandbox without background jobs.
+    """
 
     command: str
     yield_after: float
+    timeout: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,8 @@ class Process(Protocol):
 class Sandbox(Protocol):
     """A workspace and the power to run commands in it: what a backend implements.
 
-    guarantees: what is enforced, of {"isolated", "no_network", "memory_bound", "rooted_files"}.
+    One that is also a StartsProcesses has background jobs; in others every command is waited for. guarantees: what is
+    enforced, of {"isolated", "no_network", "memory_bound", "rooted_files"}.
     """
 
     kind: str
@@ -144,10 +145,6 @@ class Sandbox(Protocol):
         """Ends when the command's process exits; cancelling ends its whole process tree first."""
         ...
 
-    async def start(self, command: str) -> Process:
-        """Starts a command and goes on; nobody but its Process ends it, or the sandbox's own end."""
-        ...
-
     async def read_file(self, path: str) -> bytes: ...
 
     async def write_file(self, path: str, data: bytes) -> None: ...
@@ -156,6 +153,15 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """Ends everything that runs in it; the files stay."""
+        ...
+
+
+@runtime_checkable
+class StartsProcesses(Protocol):
+    """What a sandbox may have beside its verbs."""
+
+    async def start(self, command: str) -> Process:
+        """Starts a command and goes on; nobody but its Process ends it, or the sandbox's own end."""
         ...
 
 

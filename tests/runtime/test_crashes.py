@@ -16,7 +16,7 @@ from scenarios import SCENARIOS, both, children, effects, long_history, mixed, o
 from scenes import bash, call, calls, results
 
 from greenroom import AgentConfig, AgentRuntime, Interrupt, Storage, ToolRegistry
-from greenroom.runtime import batch, journal, loop, record
+from greenroom.runtime import batch, journal, record, transitions
 from greenroom.runtime.journal import Batch, CallRecord, Outcome, Recovery
 from greenroom.runtime.messages import Message
 from greenroom.runtime.storage import MemoryObjectStore, SqliteObjectStore
@@ -65,8 +65,8 @@ async def does_not_wait(self: Any) -> None:
 
 BROKEN: list[tuple[Any, str, Any, Any, str]] = [
     (batch, "decide", always_runs, effects, "began 2 times"),
-    (loop, "close_cancelled", closes_with_a_lie, plain, "said not to have run"),
-    (loop, "results_message", swaps_results, mixed, "never gave"),
+    (transitions, "close_cancelled", closes_with_a_lie, plain, "said not to have run"),
+    (transitions, "results_message", swaps_results, mixed, "never gave"),
     (record.Record, "save", does_not_wait, effects, "."),
 ]
 

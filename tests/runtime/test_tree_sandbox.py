@@ -11,6 +11,7 @@ import pytest
 from scenes import bash, call, calls, default_registry, over, results, scripted
 
 from greenroom import (
+    AgentRuntime,
     ExecResult,
     RunFailed,
     RunStatus,
@@ -178,3 +179,36 @@ async def test_a_sandbox_that_cannot_be_asked_ends_the_run_and_can_be_resumed(ho
         result = await session.resume()
         assert result is not None
         assert result.status is RunStatus.completed
+
+
+class Plain:
+    """A backend with the five verbs and nothing else."""
+
+    kind = "plain"
+    guarantees: frozenset[str] = frozenset()
+    alive = True
+
+    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
+        return ExecResult(status="exited", exit_code=0, output=f"{command} within {timeout:g} s")
+
+    async def read_file(self, path: str) -> bytes:
+        return b""
+
+    async def write_file(self, path: str, data: bytes) -> None: ...
+
+    async def list_dir(self, path: str) -> tuple[str, ...]:
+        return ()
+
+    async def close(self) -> None: ...
+
+
+async def test_a_backend_without_processes_waits_for_every_command(home: Path) -> None:
+    class Opens:
+        async def open(self, spec: Any, root: str, snapshot: str | None = None) -> Plain:
+            return Plain()
+
+    async with AgentRuntime("memory:", sandboxes=Opens()) as runtime:
+        session = await runtime.create_session(scripted(bash("make"), "ok"))
+        assert (await session.run("go")).background_tasks == ()
+        (block,) = results(await session.transcript())
+        assert "make within 120 s" in block.text
