@@ -16,7 +16,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -28,7 +28,7 @@ from greenroom.runtime.providers.anthropic import Anthropic
 from greenroom.runtime.providers.endpoint import Endpoint
 from greenroom.runtime.providers.openai import OpenAICompatible
 from greenroom.runtime.providers.scripted import Scripted
-from greenroom.runtime.tools.builtin import default_tools
+from greenroom.runtime.tools.builtin import YIELD_AFTER, builtin_tool
 from greenroom.runtime.tools.registry import Tool, ToolRegistry, ToolSpec
 
 _ENDPOINTS: dict[type[Any], str] = {OpenAICompatible: "openai", Anthropic: "anthropic"}
@@ -131,8 +131,11 @@ class _Packer:
 
     def _tool(self, tool: Tool, owner: str) -> dict[str, Any]:
         if tool.builtin is not None:
-            trust = "sandboxed" if tool.spec.needs_isolation else "host"
-            return {"type": "builtin", "name": tool.builtin, "trust": trust}
+            trust: Literal["sandboxed", "host"] = "sandboxed" if tool.spec.needs_isolation else "host"
+            entry = {"type": "builtin", "name": tool.builtin, "trust": trust}
+            shipped = builtin_tool(tool.builtin, trust)
+            changed = shipped.spec.yield_after != tool.spec.yield_after
+            return entry | ({"yield_after": tool.spec.yield_after} if changed else {})
         function = self._reference(tool.function)
         arguments = None if tool.calling == "fields" else self._reference(tool.spec.arguments)
         if function is None or (arguments is None and tool.calling == "model"):
@@ -219,7 +222,7 @@ class _Unpacker:
             assert isinstance(tool, Tool)
             return tool
         if entry["type"] == "builtin":
-            return next(tool for tool in default_tools(entry["trust"]) if tool.builtin == entry["name"])
+            return builtin_tool(entry["name"], entry["trust"], entry.get("yield_after", YIELD_AFTER))
         function, spec = self._load(entry["function"]["ref"]), entry["spec"]
         if entry["arguments"] is not None:
             return Tool(ToolSpec(arguments=self._load(entry["arguments"]["ref"]), **spec), function)

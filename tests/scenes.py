@@ -29,9 +29,10 @@ async def chunks(body: bytes, size: int | None) -> AsyncIterator[bytes]:
         yield body[start : start + step]
 
 
-def default_registry() -> ToolRegistry:
+def default_registry(yield_after: float | None = None) -> ToolRegistry:
+    """The default tools; commands are waited for unless told otherwise, so that no test depends on how fast it is."""
     registry = ToolRegistry()
-    register_default_tools(registry, trust="host")
+    register_default_tools(registry, trust="host", yield_after=yield_after)
     return registry
 
 

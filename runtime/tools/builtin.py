@@ -16,7 +16,7 @@ from greenroom.runtime.jobs import MAX_WAIT
 from greenroom.runtime.messages import clean
 from greenroom.runtime.ports import BoundSandbox
 from greenroom.runtime.tools.output import plain_json
-from greenroom.runtime.tools.registry import Tool, ToolRegistry, ToolSpec, with_trust
+from greenroom.runtime.tools.registry import Tool, ToolRegistry, ToolSpec, with_trust, with_window
 
 YIELD_AFTER = 2.0
 """Seconds until a bash command goes to the background."""
@@ -274,14 +274,25 @@ _ASK = Tool(
 )
 
 
-def default_tools(trust: Literal["sandboxed", "host"]) -> tuple[Tool, ...]:
-    """The default tools. "sandboxed" ones refuse a sandbox that enforces no isolation; "host" takes any."""
+def default_tools(trust: Literal["sandboxed", "host"], *, yield_after: float | None = YIELD_AFTER) -> tuple[Tool, ...]:
+    """The default tools. "sandboxed" ones refuse a sandbox that enforces no isolation; "host" takes any.
+
+    yield_after: seconds until a bash command goes to the background, None for never.
+    """
     if trust not in ("sandboxed", "host"):
         raise ConfigError(f"trust is {trust!r}", hint='Say trust="sandboxed", or trust="host" to allow any sandbox')
-    return (*(with_trust(tool, needs_isolation=trust == "sandboxed") for tool in _FILES_AND_SHELL), _ASK)
+    made = [with_trust(tool, needs_isolation=trust == "sandboxed") for tool in _FILES_AND_SHELL]
+    return (*(with_window(tool, yield_after) if tool.builtin == "bash" else tool for tool in made), _ASK)
 
 
-def register_default_tools(registry: ToolRegistry, trust: Literal["sandboxed", "host"]) -> None:
-    """Adds read_file, write_file, bash, check, kill and askFollowupQuestion. See `default_tools` for `trust`."""
-    for tool in default_tools(trust):
+def builtin_tool(name: str, trust: Literal["sandboxed", "host"], yield_after: float | None = YIELD_AFTER) -> Tool:
+    """The default tool of this name."""
+    return next(tool for tool in default_tools(trust, yield_after=yield_after) if tool.builtin == name)
+
+
+def register_default_tools(
+    registry: ToolRegistry, trust: Literal["sandboxed", "host"], *, yield_after: float | None = YIELD_AFTER
+) -> None:
+    """Adds read_file, write_file, bash, check, kill and askFollowupQuestion. See `default_tools` for the options."""
+    for tool in default_tools(trust, yield_after=yield_after):
         registry.add_tool(tool)

@@ -225,3 +225,8 @@ class ToolRegistry:
 def with_trust(tool: Tool, *, needs_isolation: bool) -> Tool:
     """The tool, refusing or taking a sandbox that enforces no isolation."""
     return replace(tool, spec=replace(tool.spec, needs_isolation=needs_isolation))
+
+
+def with_window(tool: Tool, yield_after: float | None) -> Tool:
+    """The tool, its commands going to the background after so many seconds, None for never."""
+    return replace(tool, spec=replace(tool.spec, yield_after=yield_after))

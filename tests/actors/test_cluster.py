@@ -128,6 +128,30 @@ async def test_a_killed_sandbox_actor_leaves_an_unknown_outcome_and_no_process(o
     await until(lambda: alive(f"sleep\0{marker}") == [], "the command ended with its sandbox")
 
 
+async def test_a_job_outlives_its_sessions_actor_and_not_its_sandbox(on_ray: RayRuntime, marker: str) -> None:
+    session = await on_ray.create_session(
+        scripted(
+            bash(f"echo up; sleep {marker}"), "started", sandbox="bubblewrap", tools=default_registry(yield_after=0.5)
+        )
+    )
+    (job,) = (await session.run("go")).background_tasks
+    os.kill(await pid_of(on_ray, session.id), signal.SIGKILL)
+    check = calls(call("check", id=job, wait_secs=0))
+    later = scripted("-", "-", check, "looked", check, "looked again", sandbox="bubblewrap")
+    session = await on_ray.open(session.id, later)
+    assert (await session.run("and now?")).background_tasks == (job,)
+    assert len(alive(f"sleep\0{marker}")) == 1
+    info = await on_ray.supervisor().find_sandbox(session.id)
+    assert info is not None
+    os.kill(await info.actor.pid.remote(), signal.SIGKILL)
+    await until(lambda: alive(marker) == [], "it ends with its sandbox")
+    assert (await session.run("and now?")).background_tasks == ()
+    shown = results(await session.transcript())
+    assert [json.loads(block.text)["status"] for block in shown[:2]] == ["running", "running"]
+    assert shown[2].is_error
+    assert "gone" in shown[2].text
+
+
 async def test_a_cancelled_tree_parks_all_of_it_within_a_second(on_ray: RayRuntime, marker: str) -> None:
     child = scripted(bash(f"sleep {marker}"), "child says", name="child", sandbox=None)
     agent = scripted(

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenes import alive, bash, call, calls, results, scripted, until
+from scenes import alive, bash, call, calls, default_registry, results, scripted, until
 
-from greenroom import AgentRuntime, SandboxLimits, SandboxSpec, SubAgent
+from greenroom import AgentRuntime, SandboxLimits, SandboxSpec, SubAgent, ToolRegistry, register_default_tools
+from greenroom.runtime.agents import pack, unpack
 from greenroom.runtime.calls import CallRef, ExecResult, JobState
 from greenroom.runtime.errors import JobNotFound, SandboxError
 from greenroom.runtime.jobs import KEPT_ENDED, MAX_JOBS
@@ -211,6 +212,8 @@ async def test_the_jobs_of_one_session_end_without_the_others(sandbox: SharedSan
 
 # -- in a session
 
+SOON = default_registry(yield_after=0.3)
+
 
 def ids(text: str) -> str:
     return str(json.loads(text)["id"])
@@ -224,7 +227,7 @@ async def test_a_model_starts_looks_after_and_ends_a_job(home: Path, marker: str
 
         return entry
 
-    agent = scripted(bash(f"echo up; sleep {marker}"), look("check"), look("kill"), look("check"), "done")
+    agent = scripted(bash(f"echo up; sleep {marker}"), look("check"), look("kill"), look("check"), "done", tools=SOON)
     async with AgentRuntime("memory:") as runtime:
         session = await runtime.create_session(agent)
         result = await session.run("go")
@@ -237,7 +240,7 @@ async def test_a_model_starts_looks_after_and_ends_a_job(home: Path, marker: str
 
 async def test_a_job_outlives_its_run_is_named_in_the_result_and_ends_with_the_runtime(home: Path, marker: str) -> None:
     async with AgentRuntime("memory:") as runtime:
-        session = await runtime.create_session(scripted(bash(f"sleep {marker}"), "started", "still there"))
+        session = await runtime.create_session(scripted(bash(f"sleep {marker}"), "started", "still there", tools=SOON))
         result = await session.run("go")
         (job,) = result.background_tasks
         assert (await session.status()).background_tasks == (job,)
@@ -247,13 +250,24 @@ async def test_a_job_outlives_its_run_is_named_in_the_result_and_ends_with_the_r
 
 
 async def test_a_sub_agents_jobs_end_with_it(home: Path, marker: str) -> None:
-    child = scripted(bash(f"sleep {marker}"), "left something running")
+    child = scripted(bash(f"sleep {marker}"), "left something running", tools=SOON)
     async with AgentRuntime("memory:") as runtime:
         session = await runtime.create_session(
             scripted(calls(call("helper", task="t")), "done", subagents={"helper": SubAgent(child)})
         )
         assert (await session.run("go")).background_tasks == ()
         assert alive(marker) == []
+
+
+async def test_the_window_is_two_seconds_unless_said_otherwise_and_travels_with_the_agent() -> None:
+    for window, wanted in ((None, None), (7.5, 7.5)):
+        agent = scripted("x", tools=default_registry(yield_after=window))
+        bash_tool = unpack(pack(agent)).registry.get("bash")
+        assert bash_tool is not None
+        assert bash_tool.spec.yield_after == wanted
+    plain = ToolRegistry()
+    register_default_tools(plain, trust="sandboxed")
+    assert [tool.spec.yield_after for tool in plain if tool.spec.yield_after is not None] == [2.0]
 
 
 async def test_an_unknown_id_is_an_error_for_the_model(home: Path) -> None:
