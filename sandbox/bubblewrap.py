@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.calls import SandboxLimits, SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
 from greenroom.sandbox.folder import FolderSandbox, made_workspace
 from greenroom.sandbox.process import KEEPER, Keeper, Launch
@@ -131,59 +131,31 @@ def _owner_of(folder: Path, *, fresh: bool) -> tuple[int, int]:
 @contextmanager
 def _launch(workspace: Path, spec: SandboxSpec, uid: int, gid: int) -> Iterator[Launch]:
     """The command line that makes the sandbox; its descriptors are closed at the end."""
-    bwrap, python = find_bubblewrap(), _system_python()
+    bwrap, python, limits = find_bubblewrap(), _system_python(), spec.limits
     staged = {str(workspace): "workspace", str(bwrap.path.parent): "bwrap/a/b"}
     staged |= {str(folder): f"bwrap/{folder.name}" for folder in bwrap.needs}
-    if python is None:
-        staged[sys.base_prefix] = "python"
+    staged |= {} if python is not None else {sys.base_prefix: "python"}
     as_root = os.geteuid() == 0
 
     def place(path: Path | str) -> str:
         return f"{STAGE}/{staged[str(path)]}" if as_root else str(path)
 
     with ExitStack() as stack:
-
-        def data(name: str, content: bytes) -> int:
-            fd = os.memfd_create(name)
-            stack.callback(os.close, fd)
-            os.write(fd, content)
-            os.lseek(fd, 0, os.SEEK_SET)
-            return fd
-
-        files = {
-            "/etc/passwd": f"root:x:0:0::/:/bin/false\nagent:x:{USER}:{USER}::{WORKSPACE}:/bin/bash\n".encode(),
-            "/etc/group": f"root:x:0:\nagent:x:{USER}:\n".encode(),
-            KEEPER_INSIDE: KEEPER.read_bytes(),
-        }
-        descriptors = {path: data(path, content) for path, content in files.items()}
-        seccomp = data("seccomp", seccomp_program())
-        limits = spec.limits
-        arguments = [f"{place(bwrap.path.parent)}/{bwrap.path.name}"]
-        arguments += ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-        arguments += [] if spec.network else ["--unshare-net"]
-        arguments += f"--uid {USER} --gid {USER} --disable-userns --cap-drop ALL --clearenv --hostname sandbox".split()
-        arguments += ["--die-with-parent", "--as-pid-1", "--new-session"]
-        arguments += ["--ro-bind", "/usr", "/usr", *_system_links(), "--perms", "0755", "--dir", "/etc"]
-        for name in (*ETC.split(), *(ETC_NETWORK if spec.network else ())):
-            arguments += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        arguments += ["--dir", "/run"]
-        for path, fd in descriptors.items():
-            arguments += ["--perms", "0644", "--ro-bind-data", str(fd), path]
-        if python is None:
-            arguments += ["--ro-bind", place(sys.base_prefix), PYTHON]
-        arguments += ["--proc", "/proc", "--dev", "/dev"]
-        arguments += ["--perms", "1777", "--size", str(limits.shm_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-        arguments += ["--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp", "--dir", "/var"]
-        arguments += ["--symlink", "/tmp", "/var/tmp"]
-        arguments += ["--bind", place(workspace), WORKSPACE, "--remount-ro", "/", "--chdir", WORKSPACE]
-        arguments += ["--seccomp", str(seccomp), "--"]
-        if as_root:
-            arguments = [*_dropping_root(uid, gid, staged), *arguments]
+        seccomp = _in_memory(stack, seccomp_program())
+        files = {path: _in_memory(stack, content) for path, content in _own_files().items()}
+        prefix = _dropping_root(uid, gid, staged) if as_root else []
+        prefix += [f"{place(bwrap.path.parent)}/{bwrap.path.name}", *_isolation(network=spec.network)]
+        prefix += [*_system_view(network=spec.network), "--dir", "/run"]
+        for path, fd in files.items():
+            prefix += ["--perms", "0644", "--ro-bind-data", str(fd), path]
+        prefix += ["--ro-bind", place(sys.base_prefix), PYTHON] if python is None else []
+        prefix += [*_own_folders(limits), "--bind", place(workspace), WORKSPACE]
+        prefix += ["--remount-ro", "/", "--chdir", WORKSPACE, "--seccomp", str(seccomp), "--"]
         yield Launch(
-            prefix=arguments,
+            prefix=prefix,
             python=python or f"{PYTHON}/bin/python{sys.version_info.major}.{sys.version_info.minor}",
             script=KEEPER_INSIDE,
-            descriptors=(*descriptors.values(), seccomp),
+            descriptors=(*files.values(), seccomp),
             limits={
                 "processes": limits.max_processes,
                 "file_bytes": limits.max_write_bytes,
@@ -193,6 +165,55 @@ def _launch(workspace: Path, spec: SandboxSpec, uid: int, gid: int) -> Iterator[
         )
 
 
+def _isolation(*, network: bool) -> list[str]:
+    """Namespaces, and no right to anything; no weaker form is tried."""
+    made = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    made += [] if network else ["--unshare-net"]
+    made += ["--uid", str(USER), "--gid", str(USER), "--disable-userns", "--cap-drop", "ALL", "--clearenv"]
+    return [*made, "--hostname", "sandbox", "--die-with-parent", "--as-pid-1", "--new-session"]
+
+
+def _system_view(*, network: bool) -> list[str]:
+    """What commands see of this machine, all of it read-only."""
+    made = ["--ro-bind", "/usr", "/usr"]
+    for name in SYSTEM:  # links into /usr on most systems, folders on some
+        path = Path("/", name)
+        if path.is_symlink():
+            made += ["--symlink", os.readlink(path), f"/{name}"]
+        elif path.is_dir():
+            made += ["--ro-bind", f"/{name}", f"/{name}"]
+    made += ["--perms", "0755", "--dir", "/etc"]
+    for name in (*ETC.split(), *(ETC_NETWORK if network else ())):
+        made += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    return made
+
+
+def _own_folders(limits: SandboxLimits) -> list[str]:
+    """What is the sandbox's own: processes, devices, and bounded room for temporary files."""
+    made = ["--proc", "/proc", "--dev", "/dev"]
+    made += ["--perms", "1777", "--size", str(limits.shm_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    made += ["--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"]
+    return [*made, "--dir", "/var", "--symlink", "/tmp", "/var/tmp"]
+
+
+def _own_files() -> dict[str, bytes]:
+    """Files that are made for the sandbox, by their path in it."""
+    return {
+        "/etc/passwd": f"root:x:0:0::/:/bin/false\nagent:x:{USER}:{USER}::{WORKSPACE}:/bin/bash\n".encode(),
+        "/etc/group": f"root:x:0:\nagent:x:{USER}:\n".encode(),
+        KEEPER_INSIDE: KEEPER.read_bytes(),
+    }
+
+
+def _in_memory(stack: ExitStack, content: bytes) -> int:
+    """A descriptor from which the content can be read."""
+    fd = os.memfd_create("greenroom")
+    stack.callback(os.close, fd)
+    os.write(fd, content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
 def _dropping_root(uid: int, gid: int, staged: dict[str, str]) -> list[str]:
     script = str(Path(__file__).with_name("unprivileged.py"))
     return [sys.executable, "-I", "-S", script, str(uid), str(gid), STAGE, json.dumps(list(staged.items()))]
@@ -200,15 +221,3 @@ def _dropping_root(uid: int, gid: int, staged: dict[str, str]) -> list[str]:
 
 def _system_python() -> str | None:
     return "/usr/bin/python3" if Path("/usr/bin/python3").exists() else None
-
-
-def _system_links() -> list[str]:
-    """/bin, /lib and their like: links into /usr on most systems, folders on some."""
-    made: list[str] = []
-    for name in SYSTEM:
-        path = Path("/", name)
-        if path.is_symlink():
-            made += ["--symlink", os.readlink(path), f"/{name}"]
-        elif path.is_dir():
-            made += ["--ro-bind", f"/{name}", f"/{name}"]
-    return made
