@@ -309,6 +309,7 @@ class RaySession(BlockingSession):
             await self._runtime.driver(self.id).cancel(TERMINATED, None, hard=True)
         else:
             outcome.unwrap()
+            await self._runtime.driver(self.id).end_jobs()
         if root_of(self.id) == self.id:
             await supervisor.close_sandbox(self.id)
 

@@ -130,10 +130,12 @@ class SandboxPool:
         """The tree's sandbox, opened if it is not; `live`: roots whose trees run now. Raises SandboxUnavailable."""
         async with self._locks.setdefault(root, asyncio.Lock()):
             info = self._open.get(root)
-            if info is None or not await self._answers(info):
-                lost = self._open.pop(root, None)
-                if lost is not None:
-                    self._drop(lost.actor)
+            answers = info is not None and await self._answers(info)
+            ours = info is not None and self._open.get(root) is info  # no other tree has taken it meanwhile
+            if info is None or not answers or not ours:
+                if info is not None and ours:
+                    del self._open[root]
+                    self._drop(info.actor)
                 info = await self._open_new(root, spec, live)
             self._open[root] = info
             self._open.move_to_end(root)

@@ -12,7 +12,7 @@ from greenroom.runtime.call_group import CallGroup, Early
 from greenroom.runtime.call_sandbox import CallSandbox
 from greenroom.runtime.calls import CallRef, Interrupt, ToolContext, ToolOutput
 from greenroom.runtime.config import AgentConfig
-from greenroom.runtime.errors import PreflightError, SandboxDied, SandboxFenced, SandboxUnavailable
+from greenroom.runtime.errors import ClusterError, PreflightError, SandboxDied, SandboxFenced, SandboxUnavailable
 from greenroom.runtime.journal import (
     NOT_RUN_SANDBOX_LOST,
     OUTCOME_UNKNOWN,
@@ -33,6 +33,7 @@ from greenroom.runtime.ports import Children, TreeSandbox, TreeSandboxes
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunStatus
 from greenroom.runtime.run_ports import RunPorts
+from greenroom.runtime.storage.head import Head
 from greenroom.runtime.toolbox import Toolbox, spawn_output
 from greenroom.runtime.tools.registry import Tool
 
@@ -176,9 +177,8 @@ class BatchRun:
         await self._record.mark_cancelled(reason, self._ports.clock.time())
         if running is not None:
             await running.stop()
-        await end_batch(self._record, self._ports.sandboxes, self._ports.children, reason)
-        if running is not None:
             self._take_outcomes(running)
+        await end_batch(self._record, self._ports.sandboxes, self._ports.children, reason)
         return CancelSeen(reason)
 
     def _done(self) -> BatchDone:
@@ -228,9 +228,11 @@ class BatchRun:
             progress=self._ports.emitter.progress(call.key),
             sandbox=sandbox,
         )
-        made = await tool.invoke(self._toolbox.arguments(tool, call), context)
-        if sandbox is not None and sandbox.jobs:
-            self._record.head = self._record.head.with_jobs(sandbox.jobs)
+        try:
+            made = await tool.invoke(self._toolbox.arguments(tool, call), context)
+        finally:
+            if sandbox is not None and sandbox.jobs:
+                self._record.head = self._record.head.with_jobs(sandbox.jobs)
         return made if isinstance(made, Interrupt) else Outcome.of(made)
 
     async def _run_spawn(self, call: CallRecord) -> Outcome:
@@ -294,6 +296,18 @@ async def end_call(call: CallRecord, record: Record, sandboxes: TreeSandboxes) -
         if sandbox is not None:
             await sandbox.end(CallRef(head.session_id, head.epoch, call.key, call.digest))
     except SandboxDied:
+        pass
+
+
+async def end_jobs(head: Head, sandboxes: TreeSandboxes) -> None:
+    """Ends the session's background jobs; a sandbox that is gone, or does not answer any more, has none."""
+    if head.sandbox is None or head.sandbox.incarnation is None:
+        return  # it has never used one
+    try:
+        sandbox = await sandboxes.find(head.root)
+        if sandbox is not None:
+            await sandbox.end_jobs(head.session_id)
+    except (SandboxDied, ClusterError):
         pass
 
 

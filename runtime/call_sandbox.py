@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from greenroom.runtime.calls import CallRef, ExecResult, JobState
 from greenroom.runtime.editing import Edit, Edited
+from greenroom.runtime.errors import JobNotFound
 from greenroom.runtime.operations import (
     CheckJob,
     EditFile,
@@ -58,13 +59,21 @@ class CallSandbox:
         return result
 
     async def check_job(self, id: str, wait: float | None = None) -> JobState:
-        return self._noted(await self._perform(CheckJob(id, wait)))
+        return await self._look_after(CheckJob(id, wait))
 
     async def kill_job(self, id: str) -> JobState:
-        return self._noted(await self._perform(KillJob(id)))
+        return await self._look_after(KillJob(id))
 
-    def _noted(self, result: OperationResult) -> JobState:
+    async def _look_after(self, operation: CheckJob | KillJob) -> JobState:
+        try:
+            result = await self._perform(operation)
+        except JobNotFound:
+            self.jobs[operation.id] = False
+            raise
         assert isinstance(result, JobState)
+        return self._noted(result)
+
+    def _noted(self, result: JobState) -> JobState:
         self.jobs[result.id] = result.status == "running"
         return result
 

@@ -176,11 +176,12 @@ class ExecResult(Value):
 class JobState(Value):
     """A background job as it is now; `output`: what is new since the last look.
 
-    status: running, or how it ended; killed: because somebody asked for it; exit_code, signal: of one that has ended.
+    status: running, or how it ended; killed: because somebody asked for it; lost: nobody knows how. exit_code, signal:
+    of one that has ended.
     """
 
     id: str
-    status: Literal["running", "exited", "signaled", "timed_out", "output_limit", "oom", "killed"]
+    status: Literal["running", "exited", "signaled", "timed_out", "output_limit", "oom", "killed", "lost"]
     exit_code: int | None = None
     signal: int | None = None
     output: str = ""

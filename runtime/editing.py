@@ -17,6 +17,9 @@ from greenroom.runtime.errors import EditRefused
 from greenroom.runtime.messages import clean
 
 BOM = b"\xef\xbb\xbf"
+MAX_PLACES = 10_000
+"""Places that one edit may change."""
+
 SHOWN_LINES = 10
 """Line numbers of matches that an error names."""
 
@@ -80,13 +83,16 @@ class _View:
         """Start and stop of each match; raises EditRefused."""
         if not anchor:
             raise EditRefused("there is nothing to look for: the text to find is empty")
-        starts, at = [], self.bytes.find(anchor)
-        while at >= 0:
+        starts: list[int] = []
+        at = self.bytes.find(anchor)
+        while at >= 0 and len(starts) <= MAX_PLACES:
             starts.append(at)
             at = self.bytes.find(anchor, at + 1)
         lines = ", ".join(str(self.bytes.count(b"\n", 0, start) + 1) for start in starts[:SHOWN_LINES])
         if not starts:
             raise EditRefused("the text to find is not in the file; it must match exactly, white space included")
+        if len(starts) > MAX_PLACES:
+            raise EditRefused(f"the text to find is there more than {MAX_PLACES} times: that is no edit for this tool")
         if any(after - before < len(anchor) for before, after in pairwise(starts)):
             raise EditRefused(f"the text to find is there {len(starts)} times, overlapping, in lines {lines}")
         if count is not None and len(starts) != count:
@@ -114,9 +120,7 @@ def _as_lines(text: bytes, view: _View, place: int, mode: str) -> bytes:
     """What is inserted stands on lines of its own; a file without a line end at its end goes on without one."""
     if mode == "replace":
         return text
-    before = view.bytes[:place]
-    open_end = mode == "insert_after" and bool(before) and not before.endswith(b"\n")
-    if open_end:
+    if mode == "insert_after" and place and view.bytes[place - 1 : place] != b"\n":
         return b"\n" + text.removesuffix(b"\n")
     return text if text.endswith(b"\n") else text + b"\n"
 

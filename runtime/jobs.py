@@ -6,10 +6,10 @@ that was ended before its result could be saved gives its part back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
 from dataclasses import dataclass
 
-from greenroom.runtime.calls import JobState
+from greenroom.runtime.calls import ExecResult, JobState
 from greenroom.runtime.errors import JobNotFound, SandboxError
 from greenroom.runtime.ports import Process
 
@@ -37,6 +37,7 @@ class _Job:
     given: str = ""
     dropped: int = 0
     killed: bool = False
+    end_was_told: bool = False
 
 
 class Jobs:
@@ -49,11 +50,11 @@ class Jobs:
 
     @property
     def running(self) -> bool:
-        return any(job.process.end() is None for job in self._all(ended=False))
+        return any(_end_of(job.process) is None for job in self._jobs.values())
 
     def check_room(self) -> None:
         """Raises SandboxError when no further job may run."""
-        if sum(1 for _ in self._all(ended=False)) >= MAX_JOBS:
+        if sum(_end_of(job.process) is None for job in self._jobs.values()) >= MAX_JOBS:
             raise SandboxError(f"{MAX_JOBS} background jobs are running", hint="End one with kill, or wait for one")
 
     def add(self, session_id: str, process: Process, key: str) -> JobState:
@@ -61,7 +62,8 @@ class Jobs:
         self._count += 1
         id = f"job-{self._mark}-{self._count}"
         self._jobs[id] = _Job(session_id, process)
-        ended = [id for id, job in self._jobs.items() if _has_ended(job.process)]
+        ended = [id for id, job in self._jobs.items() if _end_of(job.process) is not None]
+        ended.sort(key=lambda id: not self._jobs[id].end_was_told)  # those whose end somebody knows go first
         for old in ended[: max(0, len(ended) - KEPT_ENDED)]:
             del self._jobs[old]
         return self._look(id, key)
@@ -81,17 +83,16 @@ class Jobs:
 
     async def kill(self, id: str, key: str) -> JobState:
         """Ends the job; one that has ended by itself keeps its own end. Raises JobNotFound."""
-        job = self._find(id)
-        if not _has_ended(job.process):
-            job.killed = True
-            await job.process.kill()
+        await self._kill(self._find(id))
         return self._look(id, key)
 
     async def end_all_of(self, session_id: str) -> None:
-        for job in list(self._all(ended=False)):
-            if job.session_id == session_id:
-                job.killed = True
-                await job.process.kill()
+        """Ends the jobs of a session, and what those that have ended left behind."""
+        await asyncio.gather(*(self._kill(job) for job in self._jobs.values() if job.session_id == session_id))
+
+    async def _kill(self, job: _Job) -> None:
+        job.killed = job.killed or _end_of(job.process) is None
+        await job.process.kill()  # also of one that has ended: it may have left children
 
     def give_back(self, key: str) -> None:
         """The call was ended: what it was given goes to the next one that asks."""
@@ -104,10 +105,15 @@ class Jobs:
         text, dropped = job.process.take()
         if job.given_to not in (None, key):
             job.given, job.dropped = "", 0
-        job.given = (job.given + text)[-MAX_GIVEN_BACK:]
+        if len(job.given) > MAX_GIVEN_BACK:
+            job.dropped += len(job.given) - MAX_GIVEN_BACK
+            job.given = f"[... earlier output dropped ...]\n{job.given[-MAX_GIVEN_BACK:]}"
+        job.given += text
         job.dropped += dropped
         job.given_to = key
-        return _state(id, job)
+        state = _state(id, job)
+        job.end_was_told = state.status != "running"
+        return state
 
     def _find(self, id: str) -> _Job:
         job = self._jobs.get(id)
@@ -118,22 +124,21 @@ class Jobs:
             )
         return job
 
-    def _all(self, *, ended: bool) -> Iterable[_Job]:
-        return (job for job in self._jobs.values() if _has_ended(job.process) is ended)
 
-
-def _has_ended(process: Process) -> bool:
+def _end_of(process: Process) -> ExecResult | None:
+    """How it ended; None while it runs. One whose process was lost has ended too."""
     try:
-        return process.end() is not None
+        return process.end()
     except (OSError, SandboxError):
-        return True
+        return ExecResult(status="signaled")
 
 
 def _state(id: str, job: _Job) -> JobState:
-    end = job.process.end()
+    end = _end_of(job.process)
     if end is None:
         return JobState(id=id, status="running", output=job.given, dropped_bytes=job.dropped)
-    status = "killed" if job.killed and end.status in ("signaled", "timed_out") else end.status
+    lost = end.status == "signaled" and end.signal is None
+    status = "killed" if job.killed and end.status in ("signaled", "timed_out") else "lost" if lost else end.status
     return JobState(
         id=id,
         status=status,

@@ -7,7 +7,7 @@ with the next model call.
 
 from __future__ import annotations
 
-from greenroom.runtime.batch import BatchRun, open_batch
+from greenroom.runtime.batch import BatchRun, end_jobs, open_batch
 from greenroom.runtime.calls import ModelRequest
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
@@ -67,14 +67,12 @@ class Loop:
         return effects
 
     async def _end_jobs(self) -> None:
-        """A sub-agent's background jobs end with it: nobody else could look after them."""
+        """Of a run that was ended the hard way, and of a sub-agent at its end: nobody else could look after them."""
         head = self._record.head
-        if head.parent is None or not head.jobs or isinstance(head.state, WaitingForUser | Interrupted):
-            return
-        sandbox = await self._ports.sandboxes.find(head.root)
-        if sandbox is not None:
-            await sandbox.end_jobs(head.session_id)
-        self._record.update(jobs=())
+        over = head.parent is not None and not isinstance(head.state, WaitingForUser | Interrupted)
+        if over or self._ports.cancel.hard:
+            await end_jobs(head, self._ports.sandboxes)
+            self._record.update(jobs=())
 
     async def _perform(self, effects: tuple[Effect, ...]) -> Event:
         """What the effects, one after the other, bring about first."""

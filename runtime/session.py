@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from greenroom.runtime.activation import Activation
+from greenroom.runtime.batch import end_jobs
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import Conflict, Fenced, RunFailed, SessionBusy, SessionNotFound, UsageError
@@ -162,9 +163,27 @@ class SessionDriver:
                 hint="The cancellation goes on; ask again",
             )
         result = parking.result()
+        if hard:
+            await self.end_jobs()
         if request_id is not None and result is not None:
             await self.keep_cancel(request_id, result)
         return result
+
+    async def end_jobs(self) -> None:
+        """Ends the background jobs of a session that nobody runs."""
+        async with self._turn:
+            for _ in range(RACE_ATTEMPTS):
+                head, etag = await self._activation.read()
+                if head.owner is not None or not head.jobs:
+                    return
+                await end_jobs(head, self._host.sandboxes)
+                record = await self._activation.load(head, etag)
+                record.update(jobs=())
+                try:
+                    await record.save()
+                except (Conflict, Fenced):
+                    continue
+                return
 
     def tell_cancelled(self, reason: str, *, hard: bool = False) -> None:
         """Cancels the verb that runs and those that wait; returns at once."""

@@ -45,6 +45,7 @@ class _Entry:
     digest: str
     task: asyncio.Task[OperationResult]
     started: bool = False
+    ending: bool = False
     waiters: int = 0
 
 
@@ -181,7 +182,9 @@ class SharedSandbox:
         raise AssertionError(f"{operation} is no look at a job")
 
     async def _end(self, key: str, entry: _Entry) -> None:
-        entry.task.cancel()
+        if not entry.ending:  # once: a second one would cut the ending itself short
+            entry.ending = True
+            entry.task.cancel()
         await asyncio.wait([entry.task])
         self._jobs.give_back(key)
         if not entry.task.cancelled():
@@ -207,7 +210,8 @@ async def perform_on(sandbox: Sandbox, operation: Operation) -> OperationResult:
             await sandbox.write_file(path, data)
             return None
         case EditFile(path=path, edit=edit):
-            edited = apply_edit(await _content(sandbox, path, missing_ok=edit.mode == "append"), edit)
+            data = await _content(sandbox, path, missing_ok=edit.mode == "append")
+            edited = await asyncio.to_thread(apply_edit, data, edit)
             await sandbox.write_file(path, edited.data)
             return dataclasses.replace(edited, data=b"")
         case ListDir(path=path):

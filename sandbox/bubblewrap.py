@@ -18,8 +18,9 @@ from pathlib import Path
 
 from greenroom.runtime.calls import SandboxLimits, SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
-from greenroom.sandbox.folder import FolderSandbox, made_workspace
-from greenroom.sandbox.process import KEEPER, Keeper, Launch
+from greenroom.sandbox.folder import FolderSandbox, Workspace, keeper_for, opened_workspace
+from greenroom.sandbox.paths import RootedFiles
+from greenroom.sandbox.process import KEEPER, Launch
 from greenroom.sandbox.seccomp import seccomp_program
 
 WORKSPACE = "/workspace"
@@ -85,54 +86,56 @@ class BubblewrapSandbox(FolderSandbox):
     @classmethod
     async def open(cls, workspace: Path, spec: SandboxSpec) -> BubblewrapSandbox:
         """Makes the workspace folder if it is missing; raises SandboxUnavailable. See factory.py for the probe."""
-        fresh = not workspace.exists()
-        folder = made_workspace(workspace)
-        uid, gid = _owner_of(folder, fresh=fresh)
-        with _launch(folder, spec, uid, gid) as launch:
-            try:
-                keeper = await Keeper.start(launch)
-            except SandboxUnavailable as error:
-                raise SandboxUnavailable(f"bubblewrap: {error.message}", hint=REMEDY) from error
-        enforced = {"isolated", "rooted_files"} | (set() if spec.network else {"no_network"})
+        with opened_workspace(workspace) as folder:
+            uid, gid = _owner_of(folder)
+            owner = (uid, gid) if os.geteuid() == 0 else None
+            with _launch(folder, spec, uid, gid) as launch:
+                files = RootedFiles(WORKSPACE, folder=folder.fd, owner=owner)
+                try:
+                    keeper = await keeper_for(files, launch)
+                except SandboxUnavailable as error:
+                    raise SandboxUnavailable(f"bubblewrap: {error.message}", hint=REMEDY) from error
         return cls(
-            folder,
+            folder.path,
             spec,
             keeper,
-            guarantees=frozenset(enforced),
+            files,
+            guarantees=frozenset({"isolated", "rooted_files"} | (set() if spec.network else {"no_network"})),
             inside=WORKSPACE,
             python=launch.python,
             env={"PATH": PATH, "USER": "agent"},
-            owner=(uid, gid) if os.geteuid() == 0 else None,
         )
 
 
-def _owner_of(folder: Path, *, fresh: bool) -> tuple[int, int]:
-    """Who the sandbox is outside. Root's own folder is not given away: it may hold anything."""
+def _owner_of(folder: Workspace) -> tuple[int, int]:
+    """Who the sandbox is outside: never root. A folder of root's is only given away when it was made just now."""
     if os.geteuid() != 0:
         return os.geteuid(), os.getegid()
-    info = folder.stat()
+    info = os.fstat(folder.fd)
     if info.st_uid != 0:
-        return info.st_uid, info.st_gid
-    if fresh or not any(folder.iterdir()):
-        try:
-            os.chown(folder, NOBODY, NOBODY)
-        except OSError as error:
-            raise SandboxUnavailable(
-                f"this process is root and cannot give {folder} to user {NOBODY}: {error.strerror}",
-                hint="Run it as a plain user, or in a container that maps more than one user",
-            ) from error
-        return NOBODY, NOBODY
-    raise SandboxUnavailable(
-        f"the workspace {folder} belongs to root, and a bubblewrap sandbox never runs as root",
-        hint=f"Give it to a user: chown -R nobody {folder}; or run as the user it is to belong to",
-    )
+        return info.st_uid, info.st_gid or NOBODY
+    if not folder.made:
+        raise SandboxUnavailable(
+            f"the workspace {folder.path} belongs to root, and a bubblewrap sandbox never runs as root",
+            hint=f"Give it to a user: chown -R nobody {folder.path}; or run as the user it is to belong to",
+        )
+    try:
+        os.fchown(folder.fd, NOBODY, NOBODY)
+    except OSError as error:
+        os.rmdir(folder.path)
+        raise SandboxUnavailable(
+            f"this process is root and cannot give {folder.path} to user {NOBODY}: {error.strerror}",
+            hint="Run it as a plain user, or in a container that maps more than one user",
+        ) from error
+    return NOBODY, NOBODY
 
 
 @contextmanager
-def _launch(workspace: Path, spec: SandboxSpec, uid: int, gid: int) -> Iterator[Launch]:
+def _launch(folder: Workspace, spec: SandboxSpec, uid: int, gid: int) -> Iterator[Launch]:
     """The command line that makes the sandbox; its descriptors are closed at the end."""
     bwrap, python, limits = find_bubblewrap(), _system_python(), spec.limits
-    staged = {str(workspace): "workspace", str(bwrap.path.parent): "bwrap/a/b"}
+    workspace = str(folder.path)
+    staged = {workspace: "workspace", str(bwrap.path.parent): "bwrap/a/b"}
     staged |= {str(folder): f"bwrap/{folder.name}" for folder in bwrap.needs}
     staged |= {} if python is not None else {sys.base_prefix: "python"}
     as_root = os.geteuid() == 0
@@ -141,9 +144,9 @@ def _launch(workspace: Path, spec: SandboxSpec, uid: int, gid: int) -> Iterator[
         return f"{STAGE}/{staged[str(path)]}" if as_root else str(path)
 
     with ExitStack() as stack:
-        seccomp = _in_memory(stack, seccomp_program())
+        seccomp = _in_memory(stack, seccomp_program(network=spec.network))
         files = {path: _in_memory(stack, content) for path, content in _own_files().items()}
-        prefix = _dropping_root(uid, gid, staged) if as_root else []
+        prefix = _dropping_root(uid, gid, staged, folder) if as_root else []
         prefix += [f"{place(bwrap.path.parent)}/{bwrap.path.name}", *_isolation(network=spec.network)]
         prefix += [*_system_view(network=spec.network), "--dir", "/run"]
         for path, fd in files.items():
@@ -214,9 +217,13 @@ def _in_memory(stack: ExitStack, content: bytes) -> int:
     return fd
 
 
-def _dropping_root(uid: int, gid: int, staged: dict[str, str]) -> list[str]:
+def _dropping_root(uid: int, gid: int, staged: dict[str, str], folder: Workspace) -> list[str]:
+    """The workspace must be the very folder that was opened: its path may lead elsewhere by then."""
+    info = os.fstat(folder.fd)
+    identity = f"{info.st_dev}:{info.st_ino}"
+    sources = [[source, name, identity if source == str(folder.path) else None] for source, name in staged.items()]
     script = str(Path(__file__).with_name("unprivileged.py"))
-    return [sys.executable, "-I", "-S", script, str(uid), str(gid), STAGE, json.dumps(list(staged.items()))]
+    return [sys.executable, "-I", "-S", script, str(uid), str(gid), STAGE, json.dumps(sources)]
 
 
 def _system_python() -> str | None:

@@ -15,8 +15,8 @@ from greenroom.sandbox.probe import Opens, refuse_unless_it_holds
 KINDS: dict[str, Opens] = {"bubblewrap": BubblewrapSandbox.open, "host": HostSandbox.open}
 """How each kind is opened, the isolating ones first."""
 
-_proved: set[tuple[Path, int]] = set()
-"""The bwrap and the user of this process that have been tried and found to isolate."""
+_proved: set[tuple[Path, int, bool]] = set()
+"""The bwrap, the user of this process, and whether with a network: what has been tried and found to isolate."""
 
 
 class ShippedSandboxes:
@@ -31,14 +31,14 @@ class ShippedSandboxes:
         if spec.workspace is None:
             raise SandboxUnavailable("the session has no workspace folder", hint="Give SandboxSpec(workspace=...)")
         if spec.kind == "bubblewrap":
-            await _prove()
+            await _prove(network=spec.network)
             return await BubblewrapSandbox.open(Path(spec.workspace), spec)
         return await HostSandbox.open(Path(spec.workspace), spec)
 
 
-async def _prove() -> None:
+async def _prove(*, network: bool) -> None:
     """Tries the isolation once per process; what has failed is tried again, since somebody may have mended it."""
-    proof = (find_bubblewrap().path, os.geteuid())
+    proof = (find_bubblewrap().path, os.geteuid(), network)
     if proof not in _proved:
-        await refuse_unless_it_holds(BubblewrapSandbox.open, "bubblewrap", REMEDY)
+        await refuse_unless_it_holds(BubblewrapSandbox.open, "bubblewrap", REMEDY, network=network)
         _proved.add(proof)

@@ -6,18 +6,22 @@ What a kind adds is how its keeper is started, where commands see the workspace,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from greenroom.runtime.calls import ExecResult, SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
 from greenroom.sandbox.paths import RootedFiles
-from greenroom.sandbox.process import Command, Keeper, run_to_end
+from greenroom.sandbox.process import Command, Keeper, Launch, run_to_end
 
 
 class FolderSandbox:
-    """`inside`: the workspace's path as commands see it; `python`: an interpreter that they have; `env`: all variables
-    they start with; `owner`: see RootedFiles.
+    """`files`: of the workspace; `inside`: its path as commands see it; `python`: an interpreter that they have; `env`:
+    all variables they start with.
     """
 
     kind: str
@@ -27,12 +31,12 @@ class FolderSandbox:
         workspace: Path,
         spec: SandboxSpec,
         keeper: Keeper,
+        files: RootedFiles,
         *,
         guarantees: frozenset[str],
         inside: str,
         python: str,
         env: Mapping[str, str],
-        owner: tuple[int, int] | None = None,
     ) -> None:
         self.workspace = workspace
         self.guarantees = guarantees
@@ -40,7 +44,7 @@ class FolderSandbox:
         self.python = python
         self._spec = spec
         self._keeper = keeper
-        self._files = RootedFiles(workspace, seen_as=inside, owner=owner)
+        self._files = files
         self._env = {"LANG": "C.UTF-8", **env, "HOME": inside, "TERM": "dumb", **spec.env}
 
     @property
@@ -73,15 +77,54 @@ class FolderSandbox:
         self._files.close()
 
 
-def made_workspace(workspace: Path) -> Path:
-    """The workspace folder, made if it is missing, its path without links; raises SandboxUnavailable."""
+async def keeper_for(files: RootedFiles, launch: Launch | None = None) -> Keeper:
+    """A running keeper; when there is none, the files are closed. Raises SandboxUnavailable."""
     try:
-        workspace.mkdir(parents=True, exist_ok=True)
-        found = workspace.resolve()
-        if not found.is_dir():
-            raise NotADirectoryError(20, "Not a directory")
+        return await Keeper.start(launch)
+    except BaseException:
+        files.close()
+        raise
+
+
+@dataclass(slots=True)
+class Workspace:
+    """A workspace folder, held open: whatever becomes of its path, this one is meant. `made`: by us, just now."""
+
+    path: Path
+    fd: int
+    made: bool
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+@contextmanager
+def opened_workspace(workspace: Path) -> Iterator[Workspace]:
+    """The folder, made if it is missing, its path without links; raises SandboxUnavailable."""
+    try:
+        with contextlib.suppress(FileExistsError):  # no folder, perhaps: opening it tells
+            workspace.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.open(workspace.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            found = _made_or_found(workspace, parent)
+        finally:
+            os.close(parent)
     except OSError as error:
         raise SandboxUnavailable(
             f"the workspace {workspace} cannot be used: {error.strerror}", hint="Choose another folder"
         ) from error
-    return found
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def _made_or_found(workspace: Path, parent: int) -> Workspace:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    try:
+        os.mkdir(workspace.name, dir_fd=parent)
+    except FileExistsError:
+        return Workspace(workspace.resolve(), os.open(workspace, flags), made=False)
+    fd = os.open(workspace.name, flags | os.O_NOFOLLOW, dir_fd=parent)
+    mine = os.fstat(fd).st_uid == os.geteuid() and not os.listdir(fd)  # else somebody was there in between
+    return Workspace(workspace.resolve(), fd, made=mine)

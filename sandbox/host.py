@@ -14,8 +14,8 @@ from pathlib import Path
 
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
-from greenroom.sandbox.folder import FolderSandbox, made_workspace
-from greenroom.sandbox.process import Keeper
+from greenroom.sandbox.folder import FolderSandbox, keeper_for, opened_workspace
+from greenroom.sandbox.paths import RootedFiles
 
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "USER", "LOGNAME", "TZ")
 """Variables of this process that commands get; keys and tokens are not among them."""
@@ -29,8 +29,11 @@ class HostSandbox(FolderSandbox):
         """Makes the workspace folder if it is missing; raises SandboxUnavailable."""
         if shutil.which("bash") is None:
             raise SandboxUnavailable("there is no bash on PATH", hint="Install bash")
-        folder = made_workspace(workspace)
         env = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        guarantees = frozenset({"rooted_files"})
-        keeper = await Keeper.start()
-        return cls(folder, spec, keeper, guarantees=guarantees, inside=str(folder), python=sys.executable, env=env)
+        with opened_workspace(workspace) as folder:
+            files = RootedFiles(folder.path, folder=folder.fd)
+        keeper = await keeper_for(files)
+        inside, guarantees = str(folder.path), frozenset({"rooted_files"})
+        return cls(
+            folder.path, spec, keeper, files, guarantees=guarantees, inside=inside, python=sys.executable, env=env
+        )

@@ -42,32 +42,41 @@ PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 TERM_GRACE = 0.5  # seconds between TERM and KILL
-WATCH_INTERVAL = 0.1  # seconds between two looks at the memory of all commands together
+WATCH_INTERVAL = 0.2  # seconds between two looks at the memory of all commands together
+MAX_TEMPORARY_FILES = 200_000  # beyond it a command that goes on making more is ended
+PAGE = resource.getpagesize()
 MAX_PACKET = 1 << 20
 SCRIPT = 3  # where a command finds its script
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def descendants(pid: int) -> list[int]:
-    """Pids below `pid`, found through /proc; the process itself is left out."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/stat", "rb") as file:
-                    stat = file.read()
-            except OSError:
-                continue
-            parent = int(stat[stat.rindex(b")") + 2 :].split()[1])
-            children.setdefault(parent, []).append(int(entry))
-    found: list[int] = []
-    todo = [pid]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
+class Processes:
+    """One look at /proc: who is whose child, and how much memory each holds."""
+
+    def __init__(self) -> None:
+        self.children: dict[int, list[int]] = {}
+        self.memory: dict[int, int] = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                try:
+                    with open(f"/proc/{entry}/stat", "rb") as file:
+                        fields = file.read().rpartition(b")")[2].split()
+                except OSError:
+                    continue
+                if fields[0] not in (b"Z", b"X"):
+                    self.children.setdefault(int(fields[1]), []).append(int(entry))
+                    self.memory[int(entry)] = int(fields[21]) * PAGE
+
+    def below(self, pid: int) -> list[int]:
+        """Pids below `pid`, without those that have ended; the process itself is left out."""
+        found: list[int] = []
+        todo = [pid]
+        while todo:
+            children = self.children.get(todo.pop(), [])
+            found += children
+            todo += children
+        return found
 
 
 def signal_all(pids: list[int], number: int) -> None:
@@ -81,32 +90,29 @@ def signal_all(pids: list[int], number: int) -> None:
 def kill_below(pid: int) -> None:
     """Kills everything below `pid` until nothing new appears."""
     while True:
-        pids = [one for one in descendants(pid) if not is_zombie(one)]
+        pids = Processes().below(pid)
         if not pids:
             return
         signal_all(pids, signal.SIGKILL)
         time.sleep(0.002)
 
 
-def is_zombie(pid: int) -> bool:
+def shared_memory() -> int:
+    """Bytes of System V shared memory, which belong to no process."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except OSError:
-        return True
-    return stat[stat.rindex(b")") + 2 : stat.rindex(b")") + 3] in (b"Z", b"X")
+        with open("/proc/sysvipc/shm") as file:
+            return sum(int(line.split()[14]) for line in file.readlines()[1:])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
-def memory_of(pids: list[int]) -> int:
-    """Bytes of memory that these processes hold, shared pages counted for each."""
+def temporary_files() -> int:
+    """Files in the sandbox's file systems in memory, each of which costs the machine a kilobyte beside its bytes."""
     total = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/statm", "rb") as file:
-                total += int(file.read().split()[1])
-        except OSError:
-            pass
-    return total * resource.getpagesize()
+    for folder in ("/tmp", "/dev/shm"):
+        found = os.statvfs(folder)
+        total += found.f_files - found.f_ffree
+    return total
 
 
 def mind(sock: socket.socket, request: dict[str, Any], output: int, script: int | None) -> NoReturn:
@@ -189,6 +195,9 @@ class Keeper:
         self.memory_bytes = memory_bytes
         self.minders: dict[int, str] = {}  # minder's pid -> command id
         self.doomed: dict[str, float] = {}  # command id -> when TERM becomes KILL
+        self.killed: set[str] = set()  # of these, whose tree was killed already
+        self.temporary_files = 0
+        self.next_look = 0.0
 
     def serve(self) -> None:
         wake_read, wake_write = os.pipe()
@@ -254,10 +263,15 @@ class Keeper:
 
     def watch(self) -> None:
         """Ends the command that holds the most memory when all of them together hold too much."""
-        if not self.memory_bytes or not self.minders:
+        if not self.memory_bytes or not self.minders or time.monotonic() < self.next_look:
             return
-        used = {pid: memory_of(descendants(pid)) for pid in self.minders}
-        if sum(used.values()) > self.memory_bytes:
+        self.next_look = time.monotonic() + WATCH_INTERVAL
+        seen = Processes()
+        used = {pid: sum(seen.memory.get(one, 0) for one in seen.below(pid)) for pid in self.minders}
+        files, before = temporary_files(), self.temporary_files
+        self.temporary_files = files
+        too_many = files > MAX_TEMPORARY_FILES and files > before
+        if sum(used.values()) + shared_memory() > self.memory_bytes or too_many:
             worst = max(used, key=lambda pid: used[pid])
             send(self.sock, {"oom": self.minders[worst]})
             kill_below(worst)
@@ -265,7 +279,7 @@ class Keeper:
     def doom(self, command: str) -> None:
         for pid, owner in self.minders.items():
             if owner == command:
-                signal_all(descendants(pid), signal.SIGTERM)
+                signal_all(Processes().below(pid), signal.SIGTERM)
                 self.doomed[command] = time.monotonic() + TERM_GRACE
                 return
         send(self.sock, {"gone": command})
@@ -273,9 +287,21 @@ class Keeper:
     def execute_doomed(self) -> None:
         now = time.monotonic()
         for pid, command in list(self.minders.items()):
-            if self.doomed.get(command, now + 1) <= now:
-                kill_below(pid)
-                self.doomed[command] = now + 0.05  # the minder ends by itself once its last child is reaped
+            if self.doomed.get(command, now + 1) > now:
+                continue
+            kill_below(pid)
+            if command in self.killed:  # its minder does not end by itself: a command has stopped it
+                send(self.sock, {"exit": command, "status": int(signal.SIGKILL)})
+                signal_all([pid], signal.SIGKILL)
+            self.killed.add(command)
+            self.doomed[command] = now + 0.2
+
+    def sweep(self) -> None:
+        """Ends what a minder left behind that was itself ended by a command: nobody else would look after it."""
+        strays = [pid for pid in Processes().children.get(os.getpid(), []) if pid not in self.minders]
+        for pid in strays:
+            kill_below(pid)
+        signal_all(strays, signal.SIGKILL)
 
     def reap(self) -> None:
         while True:
@@ -287,7 +313,9 @@ class Keeper:
                 return
             command = self.minders.pop(pid, None)
             if command is not None:
+                self.sweep()
                 self.doomed.pop(command, None)
+                self.killed.discard(command)
                 send(self.sock, {"gone": command})
 
 

@@ -35,16 +35,17 @@ class _OpenHow(ctypes.Structure):
 
 
 class RootedFiles:
-    """The files below `root`; the folder itself is held open, so that moving it changes nothing.
+    """The files below a folder, which is held open: moving it changes nothing.
 
-    seen_as: the root's path as callers name it, if that is another; owner: user and group that new files and folders
-    belong to, None for this process's own.
+    root: its path, as callers name it; folder: its descriptor, of which a copy is kept, instead of opening the path;
+    owner: user and group that new files and folders belong to, None for this process's own.
     """
 
-    def __init__(self, root: Path, *, seen_as: str | None = None, owner: tuple[int, int] | None = None) -> None:
-        self._path = seen_as or str(root)
+    def __init__(self, root: Path | str, *, folder: int | None = None, owner: tuple[int, int] | None = None) -> None:
+        self._path = str(root)
         self._owner = owner
-        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        self._root = os.open(root, flags) if folder is None else os.dup(folder)
 
     def close(self) -> None:
         root, self._root = self._root, -1

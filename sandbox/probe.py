@@ -12,7 +12,7 @@ import secrets
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,9 +40,15 @@ MEANING = {
     "io_uring": "io_uring is not there",
     "keyctl": "the kernel's keys cannot be reached",
     "capabilities": "commands have no capabilities",
-    "mounts": "nothing is mounted below the workspace, where a link could lead the mount astray",
+    "mounts": "nothing of this machine is mounted but what belongs there, nothing writable but the sandbox's own",
 }
 """Every check, and what it means when it holds."""
+
+
+GIVEN_BY_NETWORK = ("loopback",)
+
+OUTSIDE = ("/tmp", "/var/tmp", "/var/lib", "/srv", "/home", "/opt", "/dev/shm")
+"""Where a secret is laid down to be looked for, as far as this process may write there."""
 
 
 class Probed(Protocol):
@@ -76,65 +82,80 @@ class Check:
         return MEANING[self.name]
 
 
-async def probe(open: Opens, kind: str) -> list[Check]:
-    """Opens a sandbox of its own and attacks it from within; raises SandboxUnavailable when it does not open."""
+async def probe(open: Opens, kind: str, *, network: bool = False) -> list[Check]:
+    """Opens a sandbox of its own and attacks it from within; raises SandboxUnavailable when it does not open.
+
+    network: try one that shares this machine's; what that gives away by intention is then no check.
+    """
     with tempfile.TemporaryDirectory(prefix="greenroom-probe-") as folder:
         root = Path(folder)
         root.chmod(0o755)
-        sandbox = await open(root / "workspace", SandboxSpec(kind=kind))
+        sandbox = await open(root / "workspace", SandboxSpec(kind=kind, network=network))
         try:
-            with _targets(root) as targets:
+            with _targets(root, network=network) as targets:
                 await sandbox.write_file("attack.py", ATTACK.read_bytes())
                 told = json.dumps({**targets, "workspace": sandbox.inside})
                 await sandbox.write_file("targets.json", told.encode())
                 result = await sandbox.execute(f"{sandbox.python} -I -S attack.py", timeout=ATTACK_TIMEOUT)
-            return _checks(result, root / "workspace", targets)
+                checks = _checks(result, root / "workspace", targets)
+            return [check for check in checks if not (network and check.name in GIVEN_BY_NETWORK)]
         except (OSError, SandboxError) as error:  # it is no sandbox at all
             return [Check(name, holds=False, detail=str(error)) for name in MEANING]
         finally:
             await sandbox.close()
 
 
-async def refuse_unless_it_holds(open: Opens, kind: str, hint: str) -> None:
+async def refuse_unless_it_holds(open: Opens, kind: str, hint: str, *, network: bool) -> None:
     """Raises SandboxUnavailable naming what does not hold."""
-    broken = [check for check in await probe(open, kind) if not check.holds]
+    broken = [check for check in await probe(open, kind, network=network) if not check.holds]
     if broken:
         told = "; ".join(f"not so: {check.meaning} ({check.detail})" for check in broken)
         raise SandboxUnavailable(f"the sandbox {kind!r} does not isolate on this machine: {told}", hint=hint)
 
 
 @contextmanager
-def _targets(root: Path) -> Iterator[dict[str, Any]]:
-    """What the attack is to reach: sockets, a secret, a process and a variable of this machine."""
+def _targets(root: Path, *, network: bool) -> Iterator[dict[str, Any]]:
+    """What the attack is to reach: sockets, secrets, a process and a variable of this machine."""
     mark = secrets.token_hex(8)
-    (root / "secret").write_text(mark)
-    (root / "secret").chmod(0o644)
-    os.environ["GREENROOM_PROBE"] = mark
+    variable = f"GREENROOM_PROBE_{mark}"
+    os.environ[variable] = mark
+    with ExitStack() as stack:
+        stack.callback(os.environ.pop, variable, None)
+        hidden = [path for folder in (root, *OUTSIDE, Path.home()) if (path := _laid(stack, folder, mark)) is not None]
+        loopback = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        abstract, named = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+        abstract.bind(f"\0greenroom-{mark}")
+        folder = os.open(root, os.O_PATH | os.O_DIRECTORY)
+        stack.callback(os.close, folder)
+        named.bind(f"/proc/self/fd/{folder}/socket")  # its own path may be too long for an address
+        (root / "socket").chmod(0o777)
+        for server in (abstract, named):
+            server.listen(1)
+        kinds = ("user", "pid", "ipc", "uts", "mnt", *(() if network else ("net",)))
+        yield {
+            "mark": mark,
+            "pid": os.getpid(),
+            "started": Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19],
+            "port": loopback.getsockname()[1],
+            "abstract": f"greenroom-{mark}",
+            "socket": str(root / "socket"),
+            "secrets": hidden,
+            "outside": [f"{path}.written" for path in hidden],
+            "namespaces": {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in kinds},
+        }
+
+
+def _laid(stack: ExitStack, folder: Path | str, mark: str) -> str | None:
+    """A file that anybody may read, gone at the end; None where this process may write none."""
+    path = Path(folder, f".greenroom-probe-{mark}")
     try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as loopback,
-            socket.socket(socket.AF_UNIX) as abstract,
-            socket.socket(socket.AF_UNIX) as named,
-        ):
-            abstract.bind(f"\0greenroom-{mark}")
-            named.bind(str(root / "socket"))
-            (root / "socket").chmod(0o777)
-            for server in (abstract, named):
-                server.listen(1)
-            kinds = ("user", "pid", "net", "ipc", "uts", "mnt")
-            yield {
-                "mark": mark,
-                "pid": os.getpid(),
-                "started": Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19],
-                "port": loopback.getsockname()[1],
-                "abstract": f"greenroom-{mark}",
-                "socket": str(root / "socket"),
-                "secret": str(root / "secret"),
-                "outside": str(root / "written"),
-                "namespaces": {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in kinds},
-            }
-    finally:
-        del os.environ["GREENROOM_PROBE"]
+        path.write_text(mark)
+    except OSError:
+        return None
+    stack.callback(path.unlink)
+    stack.callback(Path(f"{path}.written").unlink, missing_ok=True)
+    path.chmod(0o644)
+    return str(path)
 
 
 def _checks(result: ExecResult, workspace: Path, targets: Mapping[str, Any]) -> list[Check]:
@@ -147,8 +168,8 @@ def _checks(result: ExecResult, workspace: Path, targets: Mapping[str, Any]) -> 
     left = workspace / "made"
     uid = left.stat().st_uid if left.exists() else None
     holds["host_user"] = Check("host_user", uid not in (None, 0), f"files it makes belong to user {uid}")
-    if Path(targets["outside"]).exists():
-        holds["write_outside"] = Check("write_outside", holds=False, detail="its file is there")
+    written = [path for path in targets["outside"] if Path(path).exists()]
+    holds["write_outside"] = Check("write_outside", not written, f"of its files are there: {written or 'none'}")
     return [holds.get(name, Check(name, holds=False, detail="was not tried")) for name in MEANING]
 
 

@@ -12,12 +12,13 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from greenroom.runtime.calls import ExecResult, SandboxLimits
-from greenroom.runtime.errors import SandboxDied, SandboxUnavailable
+from greenroom.runtime.errors import SandboxDied, SandboxError, SandboxUnavailable
 from greenroom.runtime.ports import Process
 from greenroom.sandbox.output import OutputBuffer
 
@@ -33,7 +34,10 @@ MAX_COMPLAINT = 2000
 """Characters of what a keeper that did not start has said."""
 
 MAX_INLINE_COMMAND = 64 * 1024
-"""Bytes; the kernel takes no longer argument than 128 KiB, so a longer command goes along as a script."""
+"""Bytes of a request; the kernel takes no longer argument than 128 KiB, so a longer command goes along as a script."""
+
+NOWHERE_INTERVAL = 0.1
+"""Seconds between two reads of what a child puts out that its command left behind."""
 KILL_TIMEOUT = 5.0
 """Seconds to wait for a killed tree to be gone."""
 DRAIN = 0.1
@@ -65,8 +69,7 @@ class Command:
         self._keeper = keeper
         self._id = id
         self._output = output
-        self._buffer: OutputBuffer | None = OutputBuffer(limits.output_head, limits.output_tail)
-        self._kept = self._buffer
+        self._buffer = OutputBuffer(limits.output_head, limits.output_tail)
         self._drained: asyncio.Future[None] = loop.create_future()
         self._timed_out = False
         self._news = asyncio.Event()
@@ -84,7 +87,7 @@ class Command:
 
     def take(self) -> tuple[str, int]:
         self._news.clear()
-        return self._kept.take(final=self._over.done())
+        return self._buffer.take(final=self._over.done())
 
     def end(self) -> ExecResult | None:
         if not self._over.done():
@@ -99,7 +102,7 @@ class Command:
         return ExecResult(status="exited", exit_code=code)
 
     async def kill(self) -> None:
-        await self._keeper.kill(self._id, self)
+        await self._keeper.kill(self._id, self)  # also of one that has ended: it may have left children
         if not self.exited.done():
             self.exited.set_exception(SandboxDied("the command would not end"))
         await asyncio.wait([self._over])
@@ -112,13 +115,32 @@ class Command:
             return
         except OSError:
             data = b""
-        if data and self._buffer is not None:
+        if data:
             self._buffer.add(data)
             self._news.set()
-        elif not data:
-            self._keeper.forget(self._output)
-            if not self._drained.done():
-                self._drained.set_result(None)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Nothing more is read of what it puts out."""
+        self._keeper.forget(self._output)
+        if not self._drained.done():
+            self._drained.set_result(None)
+
+    def _read_to_nowhere(self) -> None:
+        """So that a child which goes on is not stopped by a full pipe; slowly, so that it does not keep us busy."""
+        if not self._keeper.reads(self._output):
+            return
+        try:
+            ended = not os.read(self._output, 1 << 16)
+        except BlockingIOError:
+            ended = False
+        except OSError:
+            ended = True
+        if ended or self.gone.is_set():
+            self.close()
+        else:
+            asyncio.get_running_loop().call_later(NOWHERE_INTERVAL, self._read_to_nowhere)
 
     async def _until_over(self, timeout: float | None) -> None:
         """To the command's end, and the end of what it wrote; a child that holds the pipe is read to nowhere then."""
@@ -127,7 +149,8 @@ class Command:
             self._timed_out = True
             await self._keeper.kill(self._id, self)
         await asyncio.wait([self._drained], timeout=DRAIN)
-        self._buffer = None
+        self._keeper.pause(self._output)
+        self._read_to_nowhere()
         if self.exited.done() and not self.exited.cancelled():
             self.exited.exception()  # looked at, also when nobody asks how it ended
 
@@ -143,6 +166,27 @@ async def run_to_end(command: Process) -> ExecResult:
     assert end is not None, "a command that was waited for has ended"
     output, dropped = command.take()
     return end.but(output=output, dropped_bytes=dropped)
+
+
+def _started(launch: Launch, program: Sequence[str], complaints: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The keeper's process and our end of its socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [*launch.prefix, *program, str(theirs.fileno()), json.dumps(dict(launch.limits))],
+                pass_fds=[theirs.fileno(), *launch.descriptors],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=complaints,
+                start_new_session=True,
+                env={},
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return process, ours
 
 
 class Keeper:
@@ -163,33 +207,25 @@ class Keeper:
     async def start(cls, launch: Launch | None = None) -> Keeper:
         """Raises SandboxUnavailable with what the process said."""
         launch = launch or Launch()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        complaints = os.memfd_create("complaints")
-        with theirs:
-            program = [launch.python, "-I", "-S", launch.script]
-            arguments = [*program, str(theirs.fileno()), json.dumps(dict(launch.limits))]
-            process = subprocess.Popen(  # noqa: ASYNC220  # a fork and exec of milliseconds; asyncio's own would need a child watcher
-                [*launch.prefix, *arguments],
-                pass_fds=[theirs.fileno(), *launch.descriptors],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
-                start_new_session=True,
-                env={},
-            )
-        keeper = cls(process, ours)
-        try:
-            await asyncio.wait_for(asyncio.shield(keeper._ready), START_TIMEOUT)
-        except (TimeoutError, SandboxDied):
-            await keeper.close()
-            said = os.pread(complaints, MAX_COMPLAINT, 0).decode("utf-8", "replace").strip() or "nothing"
-            raise SandboxUnavailable(
-                f"the process that keeps a sandbox's commands did not start; it said: {said}",
-                hint=f"Try it: {' '.join(program)}",
-            ) from None
-        finally:
-            os.close(complaints)
+        program = [launch.python, "-I", "-S", launch.script]
+        with tempfile.TemporaryFile() as complaints:
+            keeper: Keeper | None = None
+            try:
+                keeper = cls(*_started(launch, program, complaints.fileno()))
+                await asyncio.wait_for(asyncio.shield(keeper._ready), START_TIMEOUT)
+            except (TimeoutError, SandboxDied, OSError) as error:
+                if keeper is not None:
+                    await keeper.close()
+                said = os.pread(complaints.fileno(), MAX_COMPLAINT, 0).decode("utf-8", "replace").strip()
+                raise SandboxUnavailable(
+                    "the process that keeps a sandbox's commands did not start; "
+                    f"it said: {said or (str(error) if isinstance(error, OSError) else 'nothing')}",
+                    hint=f"Try it: {' '.join(program)}",
+                ) from None
+            except BaseException:
+                if keeper is not None:
+                    await keeper.close()
+                raise
         return keeper
 
     @property
@@ -225,16 +261,26 @@ class Keeper:
         await asyncio.wait([waiting], timeout=KILL_TIMEOUT)
         waiting.cancel()
 
+    def reads(self, fd: int) -> bool:
+        """Whether this pipe is still open here."""
+        return fd in self._outputs
+
+    def pause(self, fd: int) -> None:
+        """This pipe is read when somebody asks for it, no longer when there is something in it."""
+        if fd in self._outputs:
+            self._loop.remove_reader(fd)
+
     def forget(self, fd: int) -> None:
-        """Nothing more comes out of this pipe."""
-        self._outputs.discard(fd)
-        self._loop.remove_reader(fd)
-        os.close(fd)
+        """Nothing more is wanted out of this pipe."""
+        if fd in self._outputs:
+            self._outputs.discard(fd)
+            self._loop.remove_reader(fd)
+            os.close(fd)
 
     def _send_command(self, id: str, command: str, cwd: str, env: Mapping[str, str], output: int) -> None:
         body = command.encode("utf-8", "surrogateescape")
         request = {"run": id, "argv": ["bash", "-c", command], "cwd": cwd, "env": dict(env)}
-        if len(body) <= MAX_INLINE_COMMAND:
+        if len(json.dumps(request)) <= MAX_INLINE_COMMAND:
             self._send(request, [output])
             return
         script = os.memfd_create("script")
@@ -267,6 +313,8 @@ class Keeper:
         data = json.dumps(message).encode()
         try:
             socket.send_fds(self._sock, [data], descriptors)
+        except BlockingIOError:
+            raise SandboxError("the sandbox's keeper takes no requests at the moment", hint="Try again") from None
         except (BrokenPipeError, ConnectionResetError):
             self._lost()
             raise SandboxDied("the sandbox's keeper is gone", ran=False) from None

@@ -1,8 +1,9 @@
 """The system calls that no command in a sandbox may make, as a filter that bubblewrap loads. Made by libseccomp.
 
-Denied calls fail with EPERM, so that programs notice and go on; clone3 and io_uring look as if the kernel did not have
-them, since programs then fall back to what a filter can look into. Unix sockets stay: pipes between a sandbox's own
-processes need them, and its network namespace has none of the host's.
+Denied calls fail with EPERM, so that programs notice and go on; clone3, io_uring and memfd look as if the kernel did
+not have them, since programs then fall back to what a filter can look into. Unix sockets stay, since a network
+namespace of its own holds none of the host's; with the host's network there are none, for they would reach the host's
+abstract ones.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ setdomainname sethostname setns settimeofday swapoff swapon syslog umount umount
 """
 """No program that does its work in a workspace needs them; most have been a way out of one somewhere."""
 
-ABSENT = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register")
+ABSENT = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "memfd_secret")
+"""memfd: its memory belongs to no process, and no bound of ours would see it."""
+
+OF_OTHERS = (("sched_setscheduler", 0), ("sched_setparam", 0), ("sched_setattr", 0), ("sched_setaffinity", 0))
+"""Calls that may change the caller alone, and the argument that names another process; so may setpriority, ioprio_set
+and prlimit. Else a command could starve the process that keeps it."""
 
 SOCKET_FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK; not AF_VSOCK and AF_ALG, which know nothing of namespaces."""
 
+AF_UNIX = 1
 LAST_FAMILY = 64
 NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
@@ -37,7 +44,7 @@ TERMINAL_COMMANDS = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX: they type into the terminal of whoever started us."""
 
 ALLOW = 0x7FFF0000
-EQUAL, AT_LEAST, MASKED_EQUAL = 4, 5, 7
+UNEQUAL, EQUAL, AT_LEAST, MASKED_EQUAL = 1, 4, 5, 7
 
 
 class _Comparison(ctypes.Structure):
@@ -50,8 +57,11 @@ class _Comparison(ctypes.Structure):
 
 
 @cache
-def seccomp_program() -> bytes:
-    """The filter as the BPF program that bubblewrap takes; raises SandboxUnavailable without libseccomp."""
+def seccomp_program(*, network: bool) -> bytes:
+    """The filter as the BPF program that bubblewrap takes; raises SandboxUnavailable without libseccomp.
+
+    network: whether commands share the host's.
+    """
     try:
         lib = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     except OSError as error:
@@ -65,9 +75,15 @@ def seccomp_program() -> bytes:
             _deny(lib, context, name, errno.EPERM)
         for name in ABSENT:
             _deny(lib, context, name, errno.ENOSYS)
-        for family in set(range(LAST_FAMILY)) - set(SOCKET_FAMILIES):
+        allowed = set(SOCKET_FAMILIES) - ({AF_UNIX} if network else set())
+        for family in set(range(LAST_FAMILY)) - allowed:
             _deny(lib, context, "socket", errno.EPERM, _Comparison(0, EQUAL, family, 0))
         _deny(lib, context, "socket", errno.EPERM, _Comparison(0, AT_LEAST, LAST_FAMILY, 0))
+        for name, position in OF_OTHERS:
+            _deny(lib, context, name, errno.EPERM, _Comparison(position, UNEQUAL, 0, 0))
+        for name in ("setpriority", "ioprio_set"):
+            _deny(lib, context, name, errno.EPERM, _Comparison(1, UNEQUAL, 0, 0))
+        _deny(lib, context, "prlimit64", errno.EPERM, _Comparison(0, UNEQUAL, 0, 0), _Comparison(2, UNEQUAL, 0, 0))
         for bit in range(32):
             flag = 1 << bit
             if flag & NEW_NAMESPACES:

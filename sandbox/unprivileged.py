@@ -1,10 +1,10 @@
 """From root to somebody without rights, with some folders of root's taken along. Run by itself (python -I -S).
 
-    unprivileged.py UID GID STAGE PAIRS COMMAND...
+    unprivileged.py UID GID STAGE SOURCES COMMAND...
 
-In a mount namespace of its own it lays a small file system over STAGE, binds the source of each pair (JSON, a list of
-[SOURCE, NAME]) to STAGE/NAME, drops root for good and becomes COMMAND. So a sandbox may work in folders below /root,
-which nobody else can enter, without anything in it ever being root on this machine.
+In a mount namespace of its own it lays a small file system over STAGE, binds each source (JSON, a list of
+[SOURCE, NAME, DEVICE:INODE or null]) to STAGE/NAME, drops root for good and becomes COMMAND. So a sandbox may work in
+folders below /root, which nobody else can enter, without anything in it ever being root on this machine.
 """
 
 from __future__ import annotations
@@ -27,12 +27,21 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
         sys.exit(f"mount of {source} on {target}: {os.strerror(number)}")
 
 
+def opened(source: str, identity: str | None) -> int:
+    """The folder; ends everything if it must be a certain one and is not."""
+    fd = os.open(source, os.O_PATH | os.O_DIRECTORY)
+    info = os.fstat(fd)
+    if identity not in (None, f"{info.st_dev}:{info.st_ino}"):
+        sys.exit(f"{source} is not the folder any more that it was")
+    return fd
+
+
 def main() -> None:
-    uid, gid, stage, pairs, *command = sys.argv[1:]
+    uid, gid, stage, sources, *command = sys.argv[1:]
     if libc.unshare(CLONE_NEWNS) != 0:
         sys.exit(f"unshare: {os.strerror(ctypes.get_errno())}")
     mount("none", "/", "", MS_REC | MS_SLAVE)
-    found = [(os.open(source, os.O_PATH | os.O_DIRECTORY), name) for source, name in json.loads(pairs)]
+    found = [(opened(source, identity), name) for source, name, identity in json.loads(sources)]
     mount("tmpfs", stage, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for fd, name in found:
         os.makedirs(f"{stage}/{name}")

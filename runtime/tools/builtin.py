@@ -58,8 +58,15 @@ class WriteFileArguments(_Arguments):
         text = self.content if self.mode != "replace" or self.new_string is None else self.new_string
         if text is None:
             raise ValueError(f"mode {self.mode!r} needs {'new_string' if self.mode == 'replace' else 'content'}")
-        if self.mode in ("replace", "insert_after", "insert_before") and not self.old_string:
+        finds = self.mode in ("replace", "insert_after", "insert_before")
+        if finds and not self.old_string:
             raise ValueError(f"mode {self.mode!r} needs old_string, the text to find")
+        if not finds and (self.old_string is not None or self.new_string is not None or self.replace_all):
+            raise ValueError(
+                f"mode {self.mode!r} looks for nothing: say mode='replace' to change what old_string finds"
+            )
+        if self.replace_all and self.expected_replacements is not None:
+            raise ValueError("say replace_all or expected_replacements, not both")
         return self
 
     @property

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scenes import CASES, call, calls, results, scripted
 
 from greenroom import AgentRuntime
-from greenroom.runtime.editing import Edit, apply_edit
+from greenroom.runtime.editing import MAX_PLACES, Edit, apply_edit
 from greenroom.runtime.errors import EditRefused
 from greenroom.runtime.tools.builtin import WriteFileArguments
 from greenroom.testing import FakeSandboxes
@@ -117,6 +117,14 @@ def test_only_the_place_changes_whatever_the_line_ends(lines: list[str], ends: l
     assert middle.replace("\r\n", "\n") == text
 
 
+def test_what_would_change_a_file_beyond_all_measure_is_refused() -> None:
+    many = b"x\n" * (MAX_PLACES + 1)
+    for edit in (Edit("replace", "y", "x", None), Edit("insert_after", "y", "x", None), Edit("replace", "y", "x")):
+        with pytest.raises(EditRefused, match="more than"):
+            apply_edit(many, edit)
+    assert apply_edit(many[2:], Edit("insert_after", "y", "x", None)).places == MAX_PLACES
+
+
 # -- the tool
 
 
@@ -157,9 +165,11 @@ async def test_a_refused_edit_is_an_error_and_the_file_is_as_it_was(home: Any) -
         {"mode": "insert_after", "content": "b"},
         {"mode": "append"},
         {"mode": "sideways", "content": "b"},
+        {"content": "b", "old_string": "a"},
+        {"mode": "replace", "old_string": "a", "content": "b", "replace_all": True, "expected_replacements": 2},
     )
     assert content == b"a\na\n"
-    assert [answer.is_error for answer in answers] == [False] + [True] * 7
+    assert [answer.is_error for answer in answers] == [False] + [True] * 9
     assert "twice" in answers[1].text
     assert "needs old_string" in answers[4].text
 

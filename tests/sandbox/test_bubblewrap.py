@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from scenes import alive
+from scenes import alive, until
 
 from greenroom import SandboxLimits, SandboxSpec, SandboxUnavailable
 from greenroom.sandbox import bubblewrap, factory
@@ -28,6 +31,11 @@ SMALL = SandboxLimits(
 
 def spec(workspace: Path, **fields: object) -> SandboxSpec:
     return SandboxSpec.model_validate({"kind": "bubblewrap", "workspace": str(workspace), **fields})
+
+
+@pytest.fixture
+def marker() -> str:
+    return f"{600 + uuid.uuid4().int % 10**9}"
 
 
 @pytest.fixture
@@ -87,6 +95,15 @@ async def test_a_sandbox_has_a_network_only_when_it_is_asked_for(tmp_path: Path)
         assert (set(found) == {"lo"}) is guaranteed
 
 
+async def test_a_sandbox_with_a_network_reaches_no_unix_socket_of_this_machine(tmp_path: Path) -> None:
+    assert [check for check in await probe(BubblewrapSandbox.open, "bubblewrap", network=True) if not check.holds] == []
+    sandbox = await ShippedSandboxes().open(spec(tmp_path / "ws", network=True), "r")
+    made = await sandbox.execute("python3 -c 'import socket; socket.socketpair(); socket.socket(socket.AF_UNIX)' 2>&1")
+    await sandbox.close()
+    assert "isolated" in sandbox.guarantees
+    assert "PermissionError" in made.output
+
+
 async def test_what_lies_below_the_workspace_is_all_that_a_command_can_change(small: BubblewrapSandbox) -> None:
     result = await small.execute("touch /usr/x /etc/x /x /run/x /dev/x /opt/x 2>&1; touch here /tmp/there && ls")
     assert result.output.count("cannot touch") == 6
@@ -107,6 +124,34 @@ async def test_files_belong_to_the_sandbox_whoever_writes_them(small: Bubblewrap
     assert (await small.execute("id -un; touch own")).output == "agent\n"
     owners = {path.stat().st_uid for path in (small.workspace / "made", small.workspace / "own")}
     assert owners == {bubblewrap.NOBODY if AS_ROOT else os.geteuid()}
+
+
+async def test_a_command_that_ends_its_minder_is_found_all_the_same(small: BubblewrapSandbox, marker: str) -> None:
+    for how in ("KILL", "STOP"):
+        command = f"setsid sleep {marker} & sleep 0.2; kill -{how} $PPID; sleep {marker}"
+        process = await small.start(command)
+        await until(lambda: alive(f"sleep\0{marker}"), "it runs")
+        await process.wait(1)
+        await process.kill()
+        assert alive(f"sleep\0{marker}") == []
+    assert (await small.execute("echo on")).output == "on\n"
+
+
+async def test_no_command_can_cripple_what_keeps_it(small: BubblewrapSandbox) -> None:
+    script = "import os, resource; resource.prlimit(1, resource.RLIMIT_NOFILE, (3, 3))"
+    assert "PermissionError" in (await small.execute(f"{small.python} -c '{script}' 2>&1")).output
+    script = "import os; os.sched_setaffinity(1, {0})"
+    assert "PermissionError" in (await small.execute(f"{small.python} -c '{script}' 2>&1")).output
+    script = "import os; os.setpriority(os.PRIO_PROCESS, 1, 19)"
+    assert "PermissionError" in (await small.execute(f"{small.python} -c '{script}' 2>&1")).output
+    script = "import os, resource; os.nice(1); resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20)); print(1)"
+    assert (await small.execute(f"{small.python} -c '{script}' 2>&1")).output == "1\n", "its own it may"
+
+
+async def test_memory_that_belongs_to_no_process_is_bounded_too(small: BubblewrapSandbox) -> None:
+    assert "OSError" in (await small.execute(f"{small.python} -c 'import os; os.memfd_create(\"x\")' 2>&1")).output
+    assert (await small.execute("i=0; while :; do : > /tmp/$((i += 1)); done", timeout=50)).status == "oom"
+    assert (await small.execute("ls -f /tmp | wc -l; find /tmp -type f -delete; echo on")).output.endswith("on\n")
 
 
 # -- bombs
@@ -217,6 +262,10 @@ async def test_a_folder_of_roots_is_not_given_away(tmp_path: Path) -> None:
         await ShippedSandboxes().open(spec(tmp_path / "ws"), "r")
     assert "chown" in refused.value.hint
     assert (tmp_path / "ws" / "precious").stat().st_uid == 0
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SandboxUnavailable, match="belongs to root"):
+        await ShippedSandboxes().open(spec(tmp_path / "empty"), "r")
+    assert (tmp_path / "empty").stat().st_uid == 0
     os.chown(tmp_path / "ws", 61234, 61234)
     sandbox = await ShippedSandboxes().open(spec(tmp_path / "ws"), "r")
     await sandbox.write_file("made", b"x")
@@ -224,12 +273,50 @@ async def test_a_folder_of_roots_is_not_given_away(tmp_path: Path) -> None:
     assert (tmp_path / "ws" / "made").stat().st_uid == 61234
 
 
+@pytest.mark.skipif(not AS_ROOT, reason="only root gives a folder away")
+async def test_a_workspace_that_is_not_the_opened_folder_any_more_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swapped(folder: Any) -> tuple[int, int]:
+        owner = owner_of(folder)
+        folder.path.rename(tmp_path / "moved")
+        (tmp_path / "precious").mkdir()
+        (tmp_path / "ws").symlink_to(tmp_path / "precious")
+        return owner
+
+    owner_of = bubblewrap._owner_of
+    monkeypatch.setattr(bubblewrap, "_owner_of", swapped)
+    with pytest.raises(SandboxUnavailable, match="not the folder any more"):
+        await BubblewrapSandbox.open(tmp_path / "ws", spec(tmp_path / "ws"))
+    assert (tmp_path / "precious").stat().st_uid == 0
+
+
+async def test_sandboxes_that_open_for_the_first_time_together_all_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory, "_proved", set())
+    opened = await asyncio.gather(*(ShippedSandboxes().open(spec(tmp_path / f"{n}"), "r") for n in range(3)))
+    for sandbox in opened:
+        await sandbox.close()
+
+
+async def test_an_opening_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(5):
+        opening = asyncio.ensure_future(BubblewrapSandbox.open(tmp_path / "ws", spec(tmp_path / "ws")))
+        await asyncio.sleep(0.01 * number)
+        opening.cancel()
+        await asyncio.wait([opening])
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    await until(lambda: alive("greenroom-keeper") == [], "no keeper is left")
+
+
 async def test_isolation_is_tried_once_and_tried_again_after_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
 
-    async def refuse(_open: object, kind: str, _hint: str) -> None:
+    async def refuse(_open: object, kind: str, _hint: str, *, network: bool) -> None:
         tried.append(kind)
         if len(tried) == 1:
             raise SandboxUnavailable("not yet")

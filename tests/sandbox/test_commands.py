@@ -185,6 +185,18 @@ asyncio.run(main())
     asyncio.run(until(lambda: alive(f"sleep\0{marker}") == [], "all of it is gone", 5))
 
 
+async def test_no_descriptor_is_left_of_commands_whose_children_hold_their_pipe(sandbox: FolderSandbox) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        await sandbox.execute("setsid sleep 1.5 & echo started")
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before, "all are closed once their trees are gone")
+
+
+async def test_a_request_that_grows_when_it_is_written_goes_through(sandbox: FolderSandbox) -> None:
+    result = await sandbox.execute("printf %s '" + "\x01" * 60_000 + "' | wc -c")
+    assert result.output.strip() == "60000"
+
+
 async def test_files_stay_in_the_workspace(sandbox: FolderSandbox) -> None:
     await sandbox.write_file("a/b.txt", "hällo\r\n".encode())
     assert await sandbox.read_file("a/b.txt") == "hällo\r\n".encode()

@@ -16,7 +16,7 @@ from scenes import alive, bash, call, calls, default_registry, results, scripted
 from greenroom import AgentRuntime, SandboxLimits, SandboxSpec, SubAgent, ToolRegistry, register_default_tools
 from greenroom.runtime.agents import pack, unpack
 from greenroom.runtime.calls import CallRef, ExecResult, JobState
-from greenroom.runtime.errors import JobNotFound, SandboxError
+from greenroom.runtime.errors import JobNotFound, SandboxDied, SandboxError
 from greenroom.runtime.jobs import KEPT_ENDED, MAX_JOBS
 from greenroom.runtime.operations import CheckJob, Execute, KillJob, StartJob
 from greenroom.runtime.tree_sandbox import SharedSandbox
@@ -210,6 +210,52 @@ async def test_the_jobs_of_one_session_end_without_the_others(sandbox: SharedSan
     assert (await parent.check(ours.id)).status == "running"
 
 
+async def test_a_job_whose_process_was_lost_is_said_to_be_lost_and_gives_what_it_had(
+    sandbox: SharedSandbox, marker: str
+) -> None:
+    caller = Caller(sandbox)
+    job = await caller.job(f"echo a; sleep 0.4; echo b; kill -9 $PPID; sleep {marker}")
+    seen = await caller.check(job.id, wait=10)
+    assert (seen.status, seen.output) == ("lost", "b\n")
+    assert (await caller.kill(job.id)).status == "lost"
+    assert alive(marker) == []
+
+
+async def test_killing_reaches_what_a_job_left_behind(sandbox: SharedSandbox, marker: str) -> None:
+    caller = Caller(sandbox)
+    job = await caller.job(f"setsid sleep {marker} & sleep 0.4; exit 3")
+    assert (await caller.check(job.id, wait=10)).exit_code == 3
+    assert alive(f"sleep\0{marker}")
+    ended = await caller.kill(job.id)
+    assert (ended.status, ended.exit_code) == ("exited", 3), "its own end"
+    assert alive(marker) == []
+
+
+async def test_what_is_given_out_at_once_is_given_whole(tmp_path: Path) -> None:
+    limits = SandboxLimits(output_head=200_000, output_tail=200_000)
+    spec = SandboxSpec(kind="host", workspace=str(tmp_path), limits=limits)
+    sandbox = SharedSandbox(await ShippedSandboxes().open(spec, "r"))
+    caller = Caller(sandbox)
+    job = await caller.job("sleep 0.4; echo FIRST; head -c 300000 /dev/zero | tr '\\0' x")
+    seen = await caller.check(job.id, wait=10)
+    assert seen.output.startswith("FIRST\n")
+    assert (len(seen.output), seen.dropped_bytes) == (300_006, 0)
+    await sandbox.close()
+
+
+async def test_an_ending_is_not_cut_short_by_another(sandbox: SharedSandbox, marker: str) -> None:
+    caller = Caller(sandbox)
+    ref = caller.ref()
+    beats = f"trap '' TERM; while :; do echo x >> beats; sleep 0.02; done # {marker}"
+    task = asyncio.create_task(sandbox.perform(ref, Execute(beats)))
+    await until(lambda: alive(marker), "it runs")
+    task.cancel()
+    await asyncio.sleep(0.1)
+    await sandbox.end(ref)
+    assert alive(marker) == []
+    await asyncio.wait([task])
+
+
 # -- in a session
 
 SOON = default_registry(yield_after=0.3)
@@ -279,3 +325,63 @@ async def test_an_unknown_id_is_an_error_for_the_model(home: Path) -> None:
         blocks = results(await session.transcript())
         assert [block.is_error for block in blocks] == [True, True]
         assert "gone" in blocks[0].text
+
+
+async def test_output_that_a_cancelled_batch_has_recorded_is_not_told_again(home: Path, marker: str) -> None:
+    def entry(*waits: float) -> Any:
+        async def checks(request: Any) -> dict[str, Any]:
+            first = next(message for message in request.messages if message.role == "tool")
+            return calls(*(call("check", id=ids(first.content[0].text), wait_secs=wait) for wait in waits))
+
+        return checks
+
+    agent = scripted(bash(f"sleep 0.5; echo ONCE; sleep {marker}"), entry(0, 50), entry(0), "done", tools=SOON)
+    async with AgentRuntime("memory:") as runtime:
+        session = await runtime.create_session(agent)
+        run = asyncio.create_task(session.run("go"))
+        await asyncio.sleep(2.5)
+        await session.cancel("enough")
+        assert (await run).background_tasks != ()
+        await session.resume()
+        told = "".join(block.text for block in results(await session.transcript()))
+        assert told.count("ONCE") == 1
+
+
+async def test_terminating_ends_jobs_and_says_so(home: Path, marker: str) -> None:
+    async with AgentRuntime("memory:") as runtime:
+        session = await runtime.create_session(scripted(bash(f"sleep {marker}"), "started", tools=SOON))
+        assert len((await session.run("go")).background_tasks) == 1
+        await session.terminate()
+        assert (await session.status()).background_tasks == ()
+        assert alive(marker) == []
+
+
+async def test_terminating_a_sub_agent_ends_its_jobs(home: Path, marker: str) -> None:
+    child = scripted(bash(f"sleep {marker}"), bash("sleep 30"), "never", tools=SOON, name="child")
+    parent = scripted(calls(call("helper", task="t")), "done", subagents={"helper": SubAgent(child)})
+    async with AgentRuntime("memory:") as runtime:
+        session = await runtime.create_session(parent)
+        run = asyncio.create_task(session.run("go"))
+        await until(lambda: alive("sleep\x0030"), "the child is at its second command")
+        (child_id,) = (await session.status()).children.values()
+        await (await runtime.open(child_id)).terminate()
+        await run
+        assert (await (await runtime.open(child_id)).status()).background_tasks == ()
+        assert alive(marker) == []
+
+
+async def test_a_sub_agent_whose_sandbox_is_lost_at_its_end_has_ended_well(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(self: SharedSandbox, session_id: str) -> None:
+        raise SandboxDied("it is gone")
+
+    monkeypatch.setattr(SharedSandbox, "end_jobs", gone)
+    child = scripted(bash("true"), "good", name="child")
+    async with AgentRuntime("memory:") as runtime:
+        session = await runtime.create_session(
+            scripted(calls(call("helper", task="t")), "done", subagents={"helper": SubAgent(child)})
+        )
+        await session.run("go")
+        (block,) = results(await session.transcript())
+        assert json.loads(block.text)["status"] == "completed"
