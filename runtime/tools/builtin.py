@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -292,6 +293,7 @@ def default_tools(trust: Literal["sandboxed", "host"], *, yield_after: float | N
     return (*(with_window(tool, yield_after) if tool.builtin == "bash" else tool for tool in made), _ASK)
 
 
+@cache
 def builtin_tool(name: str, trust: Literal["sandboxed", "host"], yield_after: float | None = YIELD_AFTER) -> Tool:
     """The default tool of this name."""
     return next(tool for tool in default_tools(trust, yield_after=yield_after) if tool.builtin == name)

@@ -33,3 +33,10 @@ async def timed(sandboxes: FakeSandboxes, home: Path, clock: FakeClock) -> Async
 @pytest.fixture
 def shared() -> MemoryObjectStore:
     return MemoryObjectStore()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A module that is slow as a whole is not even imported for the core part."""
+    if config.getoption("markexpr") != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() else None

@@ -185,6 +185,7 @@ async def test_a_new_message_drops_an_interruption(runtime: AgentRuntime) -> Non
     strict_history((await session.transcript()).messages)
 
 
+@pytest.mark.slow
 async def test_a_cancel_that_meets_a_child_before_its_first_step_stops_it(home: Path) -> None:
     ran: list[str] = []
     store = FaultyStore(MemoryObjectStore())

@@ -6,7 +6,7 @@ import json
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import CASES, call, calls, results, scripted
 
@@ -101,6 +101,7 @@ def test_what_is_not_there_is_not_guessed() -> None:
             apply_edit(b"debug = 1\n", Edit("replace", "y", old))
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.sampled_from(["a", "bb", "", "é"]), min_size=1, max_size=6),
     st.lists(st.sampled_from(["\n", "\r\n"]), min_size=6, max_size=6),

@@ -66,6 +66,7 @@ async def test_tools_that_raise_what_they_should_not_end_only_themselves(home: P
     assert texts[5] == "fine"
 
 
+@pytest.mark.slow
 async def test_a_head_with_huge_arguments_stays_small(home: Path) -> None:
     largest = 0
 

@@ -306,6 +306,7 @@ async def test_a_thousand_children_are_no_other_case(home: Path) -> None:
         assert [info async for info in runtime.sessions()] == []
 
 
+@pytest.mark.slow
 async def test_many_segments_are_folded_and_read_back(home: Path) -> None:
     objects = MemoryObjectStore()
     text = "z" * 17_000
@@ -371,6 +372,7 @@ async def test_a_thousand_segments_and_sessions_are_no_other_case(home: Path, mo
 # -- receipts
 
 
+@pytest.mark.slow
 async def test_a_receipt_answers_long_after_and_from_another_process(home: Path) -> None:
     objects = MemoryObjectStore()
     async with over(objects) as runtime:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greenroom.runtime.providers.sse import ServerEvent, lines, server_events
@@ -90,6 +90,7 @@ async def test_a_name_that_is_no_text_does_no_harm() -> None:
     assert await events_of(b"event: \xff\ndata: a\n\n") == [ServerEvent("\ufffd", b"a")]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([b"data: a", b"data: b", b"event: x", b""]), max_size=8), st.data())
 async def test_how_a_body_is_cut_changes_nothing(parts: list[bytes], data: st.DataObject) -> None:
     end = data.draw(st.sampled_from([b"\n", b"\r", b"\r\n"]))
