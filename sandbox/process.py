@@ -38,8 +38,10 @@ MAX_INLINE_COMMAND = 64 * 1024
 
 NOWHERE_INTERVAL = 0.1
 """Seconds between two reads of what a child puts out that its command left behind."""
+
 KILL_TIMEOUT = 5.0
 """Seconds to wait for a killed tree to be gone."""
+
 DRAIN = 0.1
 """Seconds to go on reading after the command has exited: what it wrote last may still be in the pipe."""
 
@@ -72,6 +74,7 @@ class Command:
         self._buffer = OutputBuffer(limits.output_head, limits.output_tail)
         self._drained: asyncio.Future[None] = loop.create_future()
         self._timed_out = False
+        self._closed = False
         self._news = asyncio.Event()
         self._over = loop.create_task(self._until_over(timeout))
 
@@ -122,14 +125,15 @@ class Command:
             self.close()
 
     def close(self) -> None:
-        """Nothing more is read of what it puts out."""
-        self._keeper.forget(self._output)
-        if not self._drained.done():
+        """Nothing more is read of what it puts out; the descriptor may be another command's from now on."""
+        if not self._closed:
+            self._closed = True
+            self._keeper.forget(self._output)
             self._drained.set_result(None)
 
     def _read_to_nowhere(self) -> None:
         """So that a child which goes on is not stopped by a full pipe; slowly, so that it does not keep us busy."""
-        if not self._keeper.reads(self._output):
+        if self._closed or not self._keeper.reads(self._output):
             return
         try:
             ended = not os.read(self._output, 1 << 16)
@@ -149,8 +153,9 @@ class Command:
             self._timed_out = True
             await self._keeper.kill(self._id, self)
         await asyncio.wait([self._drained], timeout=DRAIN)
-        self._keeper.pause(self._output)
-        self._read_to_nowhere()
+        if not self._closed:
+            self._keeper.pause(self._output)
+            self._read_to_nowhere()
         if self.exited.done() and not self.exited.cancelled():
             self.exited.exception()  # looked at, also when nobody asks how it ended
 

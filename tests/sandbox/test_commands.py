@@ -156,6 +156,21 @@ async def test_many_commands_run_at_once(sandbox: FolderSandbox) -> None:
     assert [result.output for result in results] == [f"{n}\n" for n in range(20)]
 
 
+async def test_no_command_takes_another_ones_output(sandbox: FolderSandbox) -> None:
+    """Descriptors are used again at once: one that ends its output early lets go of it before it ends itself."""
+
+    async def early() -> None:
+        assert (await sandbox.execute("echo early; exec >&- 2>&-; sleep 0.2")).output == "early\n"
+
+    async def short(number: int) -> None:
+        assert (await sandbox.execute(f"echo {number}; sleep 0.1; echo {number}")).output == f"{number}\n{number}\n"
+
+    for round in range(3):
+        first = [asyncio.create_task(early()) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        await asyncio.gather(*first, *(short(round * 10 + number) for number in range(10)))
+
+
 async def test_a_lost_keeper_is_not_shown_as_output(sandbox: FolderSandbox, marker: str) -> None:
     task = asyncio.create_task(sandbox.execute(f"sleep {marker}"))
     await until(lambda: alive(marker), "the command runs")
