@@ -60,7 +60,7 @@ def test_the_first_reason_stays_and_a_second_cancel_can_only_make_it_hard() -> N
     child.on_cancel(lambda: told.append("once"))
     token.cancel("first")
     token.cancel("second")
-    assert not grandchild.hard
+    assert (token.hard, child.hard, grandchild.hard) == (False, False, False)
     token.cancel("third", hard=True)
     token.cancel("fourth")
     assert (token.hard, child.hard) == (True, True)
