@@ -64,7 +64,7 @@ class Processes:
                         fields = file.read().rpartition(b")")[2].split()
                 except OSError:
                     continue
-                if fields[0] not in (b"Z", b"X"):
+                if fields[0] not in (b"Z", b"X") or int(fields[17]) > 1:  # or only its first thread has ended
                     self.children.setdefault(int(fields[1]), []).append(int(entry))
                     self.memory[int(entry)] = int(fields[21]) * PAGE
 

@@ -69,6 +69,27 @@ async def test_a_time_out_ends_the_whole_tree_and_keeps_the_output(sandbox: Fold
     assert alive(marker) == []
 
 
+async def test_a_process_whose_first_thread_has_ended_is_ended_too(sandbox: FolderSandbox) -> None:
+    """It looks like one that has ended, and is none."""
+    script = """
+import ctypes, platform, threading, time
+def beat():
+    while True:
+        with open("beats", "a") as file:
+            file.write("x")
+        time.sleep(0.01)
+threading.Thread(target=beat).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+    await sandbox.write_file("beat.py", script.encode())
+    result = await sandbox.execute(f"{sandbox.python} beat.py & sleep 60", timeout=1)
+    assert result.status == "timed_out"
+    beats = await sandbox.read_file("beats")
+    assert len(beats) > 5
+    await asyncio.sleep(0.3)
+    assert await sandbox.read_file("beats") == beats
+
+
 async def test_a_delayed_effect_of_a_timed_out_command_never_comes(sandbox: FolderSandbox) -> None:
     result = await sandbox.execute("(sleep 1; echo late > sentinel) & sleep 60", timeout=0.3)
     assert result.status == "timed_out"
