@@ -383,11 +383,12 @@ def test_results_come_first_and_in_the_order_of_their_calls_whatever_lies_betwee
     answered = [
         Message(role="tool", content=(ToolResultBlock(call_id=id, content=(TextBlock(text=id),)),)) for id in ("b", "a")
     ]
-    history = (Message.user("go"), asked, answered[0], Message.user("by the way"), answered[1])
-    for turns in (
-        encode_anthropic(request(*history))["messages"],
-        json.loads(anthropic_text(request(*history)))["messages"],
-    ):
-        assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
-        kinds = [(block["type"], block.get("tool_use_id")) for block in turns[2]["content"]]
-        assert kinds == [("tool_result", "a"), ("tool_result", "b"), ("text", None)]
+    for between in ((), (Message.user("by the way"),)):
+        history = (Message.user("go"), asked, answered[0], *between, answered[1])
+        for turns in (
+            encode_anthropic(request(*history))["messages"],
+            json.loads(anthropic_text(request(*history)))["messages"],
+        ):
+            assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
+            kinds = [(block["type"], block.get("tool_use_id")) for block in turns[2]["content"]]
+            assert kinds == [("tool_result", "a"), ("tool_result", "b"), *[("text", None)] * len(between)]
