@@ -249,6 +249,7 @@ async def test_only_heads_of_sessions_are_listed(objects: Recording, store: Sess
         "tree/head",
         "tree/b/head",
         "tree/b/b/seg/head",
+        "tree/b/b/head/x",
         "tree/b/b/aaa",
         "tree/b/b/zzz",
         "elsewhere/b/b/head",
