@@ -226,9 +226,13 @@ async def test_a_blob_is_named_by_its_content_and_written_once(objects: Recordin
     assert await store.put_blob("s", b"x", set()) == name, "another owner's, which is the same"
     found = await objects.get(f"tree/s/s/blob/{name}")
     assert found is not None
-    await objects.put_if_match(f"tree/s/s/blob/{name}", b"y", found[1])
-    with pytest.raises(StorageError, match="named by"):
-        await store.get_blob("s", name)
+    etag = found[1]
+    others = [str(number).encode() for number in range(20)]
+    assert {hashlib.sha256(other).hexdigest() < name for other in others} == {True, False}, "whichever way it differs"
+    for other in others:
+        etag = await objects.put_if_match(f"tree/s/s/blob/{name}", other, etag)
+        with pytest.raises(StorageError, match="named by"):
+            await store.get_blob("s", name)
     with pytest.raises(StorageError, match="is missing"):
         await store.get_blob("s", "0" * 64)
 
