@@ -392,3 +392,20 @@ def test_results_come_first_and_in_the_order_of_their_calls_whatever_lies_betwee
             assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
             kinds = [(block["type"], block.get("tool_use_id")) for block in turns[2]["content"]]
             assert kinds == [("tool_result", "a"), ("tool_result", "b"), *[("text", None)] * len(between)]
+
+
+async def test_blocks_are_found_by_their_number_however_large() -> None:
+    body = sse(start(1000, type="text", text=""), grow(1000, type="text_delta", text="a"), *stop())
+    assert (await whole(body)).text == "a"
+
+
+def test_a_last_turn_of_the_assistant_ends_in_no_white_space_and_only_its_end_is_touched() -> None:
+    def last(*blocks: Any) -> list[dict[str, Any]]:
+        message = Message(role="assistant", content=blocks)
+        content = encode_anthropic(request(Message.user("go"), message))["messages"][-1]["content"]
+        assert isinstance(content, list)
+        return content
+
+    assert [block["text"] for block in last(TextBlock(text="a \n"), TextBlock(text="b \n"))] == ["a \n", "b"]
+    assert last(TextBlock(text="a "), RedactedThinkingBlock(data="x "))[0]["text"] == "a "
+    assert last(RedactedThinkingBlock(data="x "))[-1] == {"type": "redacted_thinking", "data": "x "}
