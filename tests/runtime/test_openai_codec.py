@@ -239,9 +239,9 @@ async def test_a_new_call_at_the_same_index_is_new_whichever_id_is_smaller() -> 
     pieces = (piece("abc", name="f", arguments='{"x":'), piece(same, arguments="1}"))
     (call,) = whole(await decode(sse(*pieces, chunk(None, "tool_calls")))).tool_calls
     assert call.arguments == {"x": 1}
-    first = {"tool_calls": [{"id": "abc", "function": {"name": "f", "arguments": "{"}}]}
-    second = {"tool_calls": [{"id": same, "function": {"arguments": "}"}}]}
-    (call,) = whole(await decode(sse(chunk(first), chunk(second), chunk(None, "tool_calls")))).tool_calls
+    named = {"tool_calls": [{"id": "abc", "function": {"name": "f", "arguments": "{"}}]}
+    bare = {"tool_calls": [{"id": same, "function": {"arguments": "}"}}]}
+    (call,) = whole(await decode(sse(chunk(named), chunk(bare), chunk(None, "tool_calls")))).tool_calls
     assert (call.id, call.name, call.arguments) == ("abc", "f", {})
 
 
