@@ -275,6 +275,7 @@ class Keeper:
             worst = max(used, key=lambda pid: used[pid])
             send(self.sock, {"oom": self.minders[worst]})
             kill_below(worst)
+            self.temporary_files = temporary_files()  # what it made until now is not the next one's doing
 
     def doom(self, command: str) -> None:
         for pid, owner in self.minders.items():
