@@ -193,7 +193,7 @@ class SandboxLimits(Value):
 
     Of one command: bytes of output kept at its start and its end, seconds it may take (0: no limit); max_file_bytes:
     of a file that a tool reads. Enforced by isolating kinds only: max_processes: processes and threads at once;
-    memory_bytes: of one process's data, and of all together, which is looked at every 0.1 s; max_write_bytes: of a
+    memory_bytes: of one process's data, and of all together, which is looked at every 0.2 s; max_write_bytes: of a
     file that a command writes; tmp_bytes, shm_bytes: of /tmp and /dev/shm.
     """
 

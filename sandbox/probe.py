@@ -5,7 +5,6 @@ The bubblewrap kind is refused unless every check holds; `greenroom sandbox chec
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import secrets
@@ -178,7 +177,7 @@ async def tables(kinds: Mapping[str, Opens]) -> dict[str, list[Check] | SandboxU
     found: dict[str, list[Check] | SandboxUnavailable] = {}
     for kind, open in kinds.items():
         try:
-            found[kind] = await asyncio.shield(probe(open, kind))
+            found[kind] = await probe(open, kind)
         except SandboxUnavailable as error:
             found[kind] = error
     return found
