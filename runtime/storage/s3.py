@@ -23,6 +23,7 @@ from greenroom.runtime.errors import (
     Undecided,
 )
 from greenroom.runtime.storage.probe import require_conditions
+from greenroom.runtime.storage.quiet_exit import wait_at_exit
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -198,6 +199,7 @@ class S3ObjectStore:
     def _make(self, *, retries: int) -> S3Store:
         from obstore.store import S3Store
 
+        wait_at_exit()
         options: dict[str, Any] = {"region": self._region()}
         if self.endpoint is not None:
             options |= {"endpoint": self.endpoint, "virtual_hosted_style_request": False}
