@@ -231,8 +231,8 @@ class BatchRun:
         try:
             made = await tool.invoke(self._toolbox.arguments(tool, call), context)
         finally:
-            if sandbox is not None and sandbox.jobs:
-                self._record.head = self._record.head.with_jobs(sandbox.jobs)
+            if sandbox is not None:
+                self._record.head = self._record.head.with_jobs(sandbox.jobs).in_folder(sandbox.cwd)
         return made if isinstance(made, Interrupt) else Outcome.of(made)
 
     async def _run_spawn(self, call: CallRecord) -> Outcome:
@@ -260,7 +260,7 @@ class BatchRun:
             raise PreflightError(f"the sandbox {head.sandbox.spec.kind!r} enforces no isolation")
         step = self._batch.step
         ref = CallRef(head.session_id, head.epoch, call.key, call.digest, step=step, acked_through=self._acked_through)
-        return CallSandbox(self._open_sandbox, ref, limit, tool.spec.yield_after)
+        return CallSandbox(self._open_sandbox, ref, limit, tool.spec.yield_after, head.sandbox.cwd)
 
     async def _open_sandbox(self) -> TreeSandbox:
         """The tree's sandbox, fenced for this epoch before its first use."""

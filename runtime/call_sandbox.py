@@ -27,7 +27,8 @@ class CallSandbox:
 
     open: answers the tree's sandbox, at the first use; timeout: seconds that a command gets unless the tool says
     otherwise, its partial output is kept; yield_after: seconds until a command that `start` began goes to the
-    background, None for never. `jobs`: what became of the background jobs that this call saw, by id: whether they run.
+    background, None for never; cwd: where its commands begin, None for the workspace; a command that ends elsewhere
+    changes it. `jobs`: what became of the background jobs that this call saw, by id: whether they run.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class CallSandbox:
         ref: CallRef,
         timeout: float | None,
         yield_after: float | None = None,
+        cwd: str | None = None,
     ) -> None:
+        self.cwd = cwd
         self.jobs: dict[str, bool] = {}
         self._open = open
         self._ref = ref
@@ -45,18 +48,18 @@ class CallSandbox:
         self._count = 0
 
     async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
-        result = await self._perform(Execute(command, self._timeout if timeout is None else timeout))
+        result = await self._perform(Execute(command, self._timeout if timeout is None else timeout, self.cwd))
         assert isinstance(result, ExecResult)
-        return result
+        return self._ended(result)
 
     async def start(self, command: str) -> ExecResult | JobState:
         if self._yield_after is None:
             return await self.execute(command)
-        result = await self._perform(StartJob(command, self._yield_after, self._timeout))
+        result = await self._perform(StartJob(command, self._yield_after, self._timeout, self.cwd))
         if isinstance(result, JobState):
             return self._noted(result)
         assert isinstance(result, ExecResult)
-        return result
+        return self._ended(result)
 
     async def check_job(self, id: str, wait: float | None = None) -> JobState:
         return await self._look_after(CheckJob(id, wait))
@@ -72,6 +75,10 @@ class CallSandbox:
             raise
         assert isinstance(result, JobState)
         return self._noted(result)
+
+    def _ended(self, result: ExecResult) -> ExecResult:
+        self.cwd = result.cwd or self.cwd
+        return result
 
     def _noted(self, result: JobState) -> JobState:
         self.jobs[result.id] = result.status == "running"

@@ -159,7 +159,8 @@ class ToolContext:
 class ExecResult(Value):
     """How a command ended. `output` holds stdout and stderr in order of arrival, head and tail within the bound.
 
-    exit_code: only for exited; signal: only for signaled; dropped_bytes: what lay between head and tail.
+    exit_code: only for exited; signal: only for signaled; dropped_bytes: what lay between head and tail; cwd: the
+    folder that its shell ended in, None where that is not known.
     """
 
     status: Literal["exited", "signaled", "timed_out", "output_limit", "oom"]
@@ -167,6 +168,7 @@ class ExecResult(Value):
     signal: int | None = None
     output: str = ""
     dropped_bytes: int = 0
+    cwd: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -195,6 +197,9 @@ class SandboxLimits(Value):
     of a file that a tool reads. Enforced by isolating kinds only: max_processes: processes and threads at once;
     memory_bytes: of one process's data, and of all together, which is looked at every 0.2 s; max_write_bytes: of a
     file that a command writes; tmp_bytes, shm_bytes: of /tmp and /dev/shm.
+
+    Of the whole: snapshot_bytes: of a workspace that is saved; idle_seconds: from the last call until a sandbox that
+    keeps snapshots is saved and closed; job_seconds: how long a running background job may hold that up.
     """
 
     output_head: int = Field(default=16 * 1024, ge=0)
@@ -206,6 +211,9 @@ class SandboxLimits(Value):
     max_write_bytes: int = Field(default=4 * 1024**3, ge=1)
     tmp_bytes: int = Field(default=1024**3, ge=1)
     shm_bytes: int = Field(default=64 * 1024**2, ge=1)
+    snapshot_bytes: int = Field(default=8 * 1024**3, ge=1)
+    idle_seconds: float = Field(default=600.0, gt=0)
+    job_seconds: float = Field(default=1800.0, ge=0)
 
 
 class SandboxSpec(Value):
@@ -213,12 +221,16 @@ class SandboxSpec(Value):
 
     workspace: None keeps it under the home folder until the session is deleted; a path is the user's own folder.
     env: variables for its commands, beside a small fixed set; network: whether a sandbox that can deny it allows it.
+    snapshots: whether the workspace is saved to the store, at every stop of the root and after every `snapshot_every`
+    calls that may have changed it; auto: only where its folder may be lost with a machine.
     """
 
     kind: str
     workspace: str | None = None
     env: dict[str, str] = Field(default_factory=dict)
     network: bool = False
+    snapshots: Literal["auto", "on", "off"] = "auto"
+    snapshot_every: int = Field(default=10, ge=1)
     limits: SandboxLimits = SandboxLimits()
 
 

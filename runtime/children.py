@@ -37,7 +37,7 @@ async def create_child(host: Host, parent: Head, call_key: str, agent: AgentConf
         agent=await host.shelf.put(agent),
         since=host.clock.time(),
         write_id=host.ids.new_id(),
-        sandbox=parent.sandbox,
+        sandbox=None if parent.sandbox is None else parent.sandbox.but(cwd=None),
         state=Ready(agent=AgentState(session_id=sid)),
     )
     try:

@@ -11,22 +11,24 @@ from greenroom.runtime.editing import Edit, Edited
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Run a shell command; `timeout` in seconds, None or 0 for none."""
+    """Run a shell command; `timeout` in seconds, None or 0 for none; `cwd`: where, None for the workspace."""
 
     command: str
     timeout: float | None = None
+    cwd: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
     """Run a shell command; if it has not ended after `yield_after` seconds it goes on as a background job.
 
-    timeout: seconds, for a sandbox without background jobs.
+    timeout: seconds, for a sandbox without background jobs; cwd: as of Execute.
     """
 
     command: str
     yield_after: float
     timeout: float | None = None
+    cwd: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

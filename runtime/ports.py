@@ -141,8 +141,11 @@ class Sandbox(Protocol):
         """Whether it can still be used; one that is not is closed and opened anew."""
         ...
 
-    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
-        """Ends when the command's process exits; cancelling ends its whole process tree first."""
+    async def execute(self, command: str, *, timeout: float | None = None, cwd: str | None = None) -> ExecResult:
+        """Ends when the command's process exits; cancelling ends its whole process tree first.
+
+        cwd: where it begins, as an earlier result told; one that never tells is never given one.
+        """
         ...
 
     async def read_file(self, path: str) -> bytes: ...
@@ -160,8 +163,8 @@ class Sandbox(Protocol):
 class StartsProcesses(Protocol):
     """What a sandbox may have beside its verbs."""
 
-    async def start(self, command: str) -> Process:
-        """Starts a command and goes on; nobody but its Process ends it, or the sandbox's own end."""
+    async def start(self, command: str, *, cwd: str | None = None) -> Process:
+        """Starts a command and goes on; nobody but its Process ends it, or the sandbox's own end. cwd: as execute."""
         ...
 
 

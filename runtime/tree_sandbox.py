@@ -159,9 +159,9 @@ class SharedSandbox:
 
     async def _start_job(self, session_id: str, key: str, operation: StartJob) -> ExecResult | JobState:
         if not isinstance(self._sandbox, StartsProcesses):
-            return await self._sandbox.execute(operation.command, timeout=operation.timeout)
+            return await self._sandbox.execute(operation.command, timeout=operation.timeout, **_place(operation))
         self._jobs.check_room()
-        process = await self._sandbox.start(operation.command)
+        process = await self._sandbox.start(operation.command, **_place(operation))
         try:
             ended = await process.wait(operation.yield_after)
         except asyncio.CancelledError:
@@ -203,7 +203,7 @@ async def perform_on(sandbox: Sandbox, operation: Operation) -> OperationResult:
     """The backend's verb for an operation."""
     match operation:
         case Execute(command=command, timeout=timeout):
-            return await sandbox.execute(command, timeout=timeout)
+            return await sandbox.execute(command, timeout=timeout, **_place(operation))
         case ReadFile(path=path):
             return await sandbox.read_file(path)
         case WriteFile(path=path, data=data):
@@ -217,6 +217,11 @@ async def perform_on(sandbox: Sandbox, operation: Operation) -> OperationResult:
         case ListDir(path=path):
             return await sandbox.list_dir(path)
     raise AssertionError(f"{operation} is none of a backend's verbs")
+
+
+def _place(operation: Execute | StartJob) -> dict[str, str]:
+    """Where the command begins, for a backend that has told of such a place: others need not know the parameter."""
+    return {} if operation.cwd is None else {"cwd": operation.cwd}
 
 
 async def _content(sandbox: Sandbox, path: str, *, missing_ok: bool) -> bytes:

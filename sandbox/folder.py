@@ -51,16 +51,17 @@ class FolderSandbox:
     def alive(self) -> bool:
         return self._keeper.alive
 
-    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
-        return await run_to_end(self._run(command, timeout))
+    async def execute(self, command: str, *, timeout: float | None = None, cwd: str | None = None) -> ExecResult:
+        return await run_to_end(self._run(command, timeout, cwd))
 
-    async def start(self, command: str) -> Command:
-        return self._run(command, None)
+    async def start(self, command: str, *, cwd: str | None = None) -> Command:
+        return self._run(command, None, cwd)
 
-    def _run(self, command: str, timeout: float | None) -> Command:
+    def _run(self, command: str, timeout: float | None, cwd: str | None) -> Command:
         limits = self._spec.limits
         bounds = [seconds for seconds in (timeout, limits.max_seconds) if seconds]
-        return self._keeper.run(command, self.inside, self._env, min(bounds) if bounds else None, limits)
+        places = (cwd or self.inside, self.inside)
+        return self._keeper.run(command, places, self._env, min(bounds) if bounds else None, limits)
 
     async def read_file(self, path: str) -> bytes:
         return await asyncio.to_thread(self._files.read, path, self._spec.limits.max_file_bytes)

@@ -6,11 +6,14 @@ under bubblewrap it is PID 1 of its namespace, and this file is all of ours that
 
 It speaks over one SOCK_SEQPACKET socket, a JSON object per packet:
 
-    owner -> keeper   {"run": ID, "argv": [...], "cwd": DIR, "env": {...}}   with one descriptor, its stdout and stderr,
-                                                                             and perhaps another, its script
+    owner -> keeper   {"run": ID, "argv": [...], "cwd": DIR, "home": DIR, "env": {...}}
+                                                                             with one descriptor, its stdout and stderr,
+                                                                             and perhaps another, its script; it begins
+                                                                             in home when cwd is gone
                       {"kill": ID}                                           the command's whole tree: TERM, then KILL
     keeper -> owner   {"ready": PID}
-                      {"exit": ID, "status": WAIT_STATUS}                    the command's own process has ended
+                      {"exit": ID, "status": WAIT_STATUS, "cwd": DIR}        the command's own process has ended, its
+                                                                             shell in that folder; null: not known
                       {"oom": ID}                                            it is being killed: too much memory
                       {"failed": ID, "error": TEXT}                          it could not be started
                       {"gone": ID}                                           nothing of its tree is left
@@ -47,6 +50,8 @@ MAX_TEMPORARY_FILES = 200_000  # beyond it a command that goes on making more is
 PAGE = resource.getpagesize()
 MAX_PACKET = 1 << 20
 SCRIPT = 3  # where a command finds its script
+FIRST_WORDS = 4  # where its shell reads what it does before the command, and forgets it
+STOP_AT_EXIT = b"exec 4<&-; unset BASH_ENV; trap 'builtin kill -STOP $$' EXIT\n"  # so that mind() can look at it
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -119,7 +124,8 @@ def mind(sock: socket.socket, request: dict[str, Any], output: int, script: int 
     """A minder's whole life: starts the command, tells how it ended, stays until its tree is empty."""
     parent = os.getppid()
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGUSR1, end_all)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -147,13 +153,32 @@ def mind(sock: socket.socket, request: dict[str, Any], output: int, script: int 
         os.waitpid(child, 0)
         send(sock, {"failed": request["run"], "error": failure.decode("utf-8", "replace")})
         os._exit(0)
+    cwd = None
     while True:
         try:
-            pid, status = os.waitpid(-1, 0)
+            pid, status = os.waitpid(-1, os.WUNTRACED)
         except ChildProcessError:
             os._exit(0)
-        if pid == child:
-            send(sock, {"exit": request["run"], "status": status})
+        if pid == child and os.WIFSTOPPED(status):
+            cwd = folder_of(child)
+            signal_all([child], signal.SIGCONT)
+        elif pid == child:
+            send(sock, {"exit": request["run"], "status": status, "cwd": cwd})
+
+
+def end_all(*_: object) -> NoReturn:
+    """The keeper is gone: this minder's tree goes too."""
+    kill_below(os.getpid())
+    os._exit(0)
+
+
+def folder_of(pid: int) -> str | None:
+    """The folder that a process is in; None when it is gone."""
+    try:
+        found = os.readlink(f"/proc/{pid}/cwd")
+    except OSError:
+        return None
+    return None if found.endswith(" (deleted)") else found
 
 
 def start(request: dict[str, Any], output: int, script: int | None, gate: int) -> NoReturn:
@@ -161,22 +186,28 @@ def start(request: dict[str, Any], output: int, script: int | None, gate: int) -
     try:
         os.setsid()
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
+        for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE, signal.SIGUSR1):
             signal.signal(stop, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         null = os.open("/dev/null", os.O_RDONLY)
-        null, output, gate = (fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (null, output, gate))  # out of the way
-        os.set_inheritable(gate, False)
-        first_closed = SCRIPT
-        if script is not None:
-            os.dup2(script, SCRIPT)
-            first_closed = SCRIPT + 1
-        for fd, number in ((null, 0), (output, 1), (output, 2)):
+        words, words_end = os.pipe()
+        os.write(words_end, STOP_AT_EXIT)
+        wanted = {0: null, 1: output, 2: output, SCRIPT: null if script is None else script, FIRST_WORDS: words}
+        moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for number, fd in wanted.items()}  # out of the way
+        gate = fcntl.fcntl(gate, fcntl.F_DUPFD_CLOEXEC, 16)
+        for number, fd in moved.items():
             os.dup2(fd, number)
-        os.closerange(first_closed, gate)
+        if script is None:
+            os.close(SCRIPT)
+        os.closerange(FIRST_WORDS + 1, gate)
         os.closerange(gate + 1, 65536)
-        os.chdir(request["cwd"])
-        os.execvpe(request["argv"][0], request["argv"], request["env"])
+        try:
+            os.chdir(request["cwd"])
+        except OSError as error:
+            os.chdir(request["home"])
+            os.write(1, f"[{request['cwd']}: {error.strerror}; this runs in {request['home']}]\n".encode())
+        env = {"BASH_ENV": f"/dev/fd/{FIRST_WORDS}", **request["env"]}
+        os.execvpe(request["argv"][0], request["argv"], env)
     except BaseException as error:
         os.write(gate, str(error).encode("utf-8", "replace")[:4000])
     os._exit(127)

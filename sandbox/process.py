@@ -42,6 +42,9 @@ NOWHERE_INTERVAL = 0.1
 KILL_TIMEOUT = 5.0
 """Seconds to wait for a killed tree to be gone."""
 
+MAX_CWD = 4096
+"""Characters of a working folder's path; a longer one is not kept."""
+
 DRAIN = 0.1
 """Seconds to go on reading after the command has exited: what it wrote last may still be in the pipe."""
 
@@ -68,6 +71,7 @@ class Command:
         self.exited: asyncio.Future[int] = loop.create_future()
         self.gone = asyncio.Event()
         self.oom = False
+        self.cwd: str | None = None
         self._keeper = keeper
         self._id = id
         self._output = output
@@ -102,7 +106,7 @@ class Command:
         code = self.exited.result()
         if code < 0:
             return ExecResult(status="signaled", signal=-code)
-        return ExecResult(status="exited", exit_code=code)
+        return ExecResult(status="exited", exit_code=code, cwd=self.cwd)
 
     async def kill(self) -> None:
         await self._keeper.kill(self._id, self)  # also of one that has ended: it may have left children
@@ -158,6 +162,12 @@ class Command:
             self._read_to_nowhere()
         if self.exited.done() and not self.exited.cancelled():
             self.exited.exception()  # looked at, also when nobody asks how it ended
+
+
+def _folder(told: object) -> str | None:
+    """A working folder as a keeper tells it; what is in there with it may speak in its name."""
+    good = isinstance(told, str) and told.startswith("/") and told.isprintable() and len(told) <= MAX_CWD
+    return str(told) if good else None
 
 
 async def run_to_end(command: Process) -> ExecResult:
@@ -238,15 +248,23 @@ class Keeper:
         return self._alive
 
     def run(
-        self, command: str, cwd: str, env: Mapping[str, str], timeout: float | None, limits: SandboxLimits
+        self,
+        command: str,
+        places: tuple[str, str],
+        env: Mapping[str, str],
+        timeout: float | None,
+        limits: SandboxLimits,
     ) -> Command:
-        """Starts a bash command; it is killed after `timeout` seconds. Raises SandboxDied."""
+        """Starts a bash command; it is killed after `timeout` seconds. Raises SandboxDied.
+
+        places: the folder where it begins, and the one where it begins if that is gone.
+        """
         self._count += 1
         id = str(self._count)
         read_end, write_end = os.pipe()
         os.set_blocking(read_end, False)
         try:
-            self._send_command(id, command, cwd, env, write_end)
+            self._send_command(id, command, places, env, write_end)
         except BaseException:
             os.close(read_end)
             raise
@@ -282,9 +300,12 @@ class Keeper:
             self._loop.remove_reader(fd)
             os.close(fd)
 
-    def _send_command(self, id: str, command: str, cwd: str, env: Mapping[str, str], output: int) -> None:
+    def _send_command(
+        self, id: str, command: str, places: tuple[str, str], env: Mapping[str, str], output: int
+    ) -> None:
         body = command.encode("utf-8", "surrogateescape")
-        request = {"run": id, "argv": ["bash", "-c", command], "cwd": cwd, "env": dict(env)}
+        cwd, home = places
+        request = {"run": id, "argv": ["bash", "-c", command], "cwd": cwd, "home": home, "env": dict(env)}
         if len(json.dumps(request)) <= MAX_INLINE_COMMAND:
             self._send(request, [output])
             return
@@ -353,6 +374,7 @@ class Keeper:
         if kind == "oom":
             command.oom = True
         elif kind == "exit" and not command.exited.done():
+            command.cwd = _folder(message.get("cwd"))
             command.exited.set_result(os.waitstatus_to_exitcode(int(str(message["status"]))))
         elif kind == "failed" and not command.exited.done():
             error = str(message["error"])[:MAX_COMPLAINT]

@@ -23,7 +23,7 @@ from greenroom.runtime.messages import Message, ShortText, Usage, Value
 from greenroom.runtime.state import AgentState, Ready, State
 from greenroom.runtime.storage.documents import Migration, decode_document
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 MAX_JOBS = 64
 """Background jobs that a head names, the latest."""
@@ -70,10 +70,14 @@ class Segment:
 
 
 class SandboxRef(Value):
-    """The tree's sandbox, the same for all its sessions; `incarnation`: what this session last used, None before."""
+    """The tree's sandbox, the same for all its sessions; `incarnation`: what this session last used, None before.
+
+    cwd: where this session's next command begins, None for the workspace.
+    """
 
     spec: SandboxSpec
     incarnation: str | None = None
+    cwd: str | None = None
 
 
 class CancelMark(Value):
@@ -108,7 +112,8 @@ class Head(Value):
     host_fence: an embedding host's own number; usage_before: what the session had used when this run began; index:
     where the references of earlier segments lie; batch_blob, text_blob: where the batch and the final text lie when
     they are large; spawned: the calls that started a child, without the session id that begins their keys: a child's id
-    follows; jobs: background jobs that ran when they were last looked at.
+    follows; jobs: background jobs that ran when they were last looked at; unsaved: calls that changed the workspace
+    since its last snapshot, as far as there are snapshots; notice: what the model is told beside the next results.
     """
 
     schema_version: int = Field(default=SCHEMA_VERSION, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
@@ -138,6 +143,8 @@ class Head(Value):
     text_blob: str | None = None
     spawned: tuple[str, ...] = ()
     jobs: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = ()
+    notice: str = ""
     index: SegmentRef | None = None
     segments: tuple[SegmentRef, ...] = ()
     inline: tuple[Message, ...] = ()
@@ -160,6 +167,12 @@ class Head(Value):
         kept = tuple(id for id in self.jobs if seen.get(id, True))
         fresh = tuple(id for id, runs in seen.items() if runs and id not in kept)
         return self.but(jobs=(*kept, *fresh)[-MAX_JOBS:])
+
+    def in_folder(self, cwd: str | None) -> Head:
+        """The head after commands that ended in this folder."""
+        if self.sandbox is None or self.sandbox.cwd == cwd:
+            return self
+        return self.but(sandbox=self.sandbox.but(cwd=cwd))
 
     def encode(self) -> bytes:
         """Its JSON; the messages in it are encoded once, not with every save."""
@@ -206,7 +219,12 @@ def _to_4(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-MIGRATIONS: dict[int, Migration] = {1: _to_2, 2: _to_3, 3: _to_4}
+def _to_5(document: dict[str, Any]) -> dict[str, Any]:
+    """Version 5 knows the folder that a session's commands have gone to, and what no snapshot holds yet."""
+    return document
+
+
+MIGRATIONS: dict[int, Migration] = {1: _to_2, 2: _to_3, 3: _to_4, 4: _to_5}
 """From a version to the one after it."""
 
 

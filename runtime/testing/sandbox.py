@@ -37,7 +37,7 @@ class FakeSandbox:
     def alive(self) -> bool:
         return not self.closed
 
-    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
+    async def execute(self, command: str, *, timeout: float | None = None, cwd: str | None = None) -> ExecResult:
         self.commands.append(command)
         self.running.append(command)
         try:
@@ -51,7 +51,7 @@ class FakeSandbox:
             self.running.remove(command)
         return answer if isinstance(answer, ExecResult) else ExecResult(status="exited", exit_code=0, output=answer)
 
-    async def start(self, command: str) -> FakeProcess:
+    async def start(self, command: str, *, cwd: str | None = None) -> FakeProcess:
         return FakeProcess(asyncio.ensure_future(self.execute(command)), lasting=self._background(command))
 
     async def read_file(self, path: str) -> bytes:

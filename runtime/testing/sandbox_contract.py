@@ -46,8 +46,20 @@ async def _commands(sandbox: Sandbox) -> None:
     check("a command has no input", (await sandbox.execute("cat; read -r x; echo $?")).output == "1\n")
     check("text is passed as it is", (await sandbox.execute("printf '%s' 'ä€ \"$x\"'")).output == 'ä€ "$x"')
     check("bytes that are no text do no harm", "x" in (await sandbox.execute("printf '\\377x'")).output)
-    first = (await sandbox.execute("cd /; export A=1; pwd; echo $A")).output
-    check("commands do not share a shell", first == "/\n1\n" != (await sandbox.execute("pwd; echo $A")).output)
+    first = await sandbox.execute("cd /; export A=1; pwd; echo $A")
+    second = (await sandbox.execute("pwd; echo $A")).output
+    check("commands do not share a shell", first.output == "/\n1\n" != second)
+    if first.cwd is not None:
+        check("a command tells where it ended", first.cwd == "/")
+        there = await sandbox.execute("pwd; mkdir -p /tmp/gone; cd /tmp/gone", cwd=first.cwd)
+        check("and the next one can begin there", there.output == "/\n" and there.cwd == "/tmp/gone")
+        gone = await sandbox.execute("rmdir /tmp/gone; cd /; exit 3", cwd="/tmp/gone")
+        check("also one that fails", gone.cwd == "/" and gone.exit_code == 3)
+        lost = await sandbox.execute("pwd", cwd="/tmp/gone")
+        check(
+            "a folder that is gone is told of",
+            "/tmp/gone" in lost.output and lost.output.endswith(second.split()[0] + "\n"),
+        )
     long = f"x={'y' * 200_000}; echo ${{#x}}"
     check("a long command runs", (await sandbox.execute(long)).output == "200000\n")
 

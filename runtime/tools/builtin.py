@@ -76,7 +76,7 @@ class WriteFileArguments(_Arguments):
 
 
 class BashArguments(_Arguments):
-    command: str = Field(description="A bash command; it runs in the workspace, with no input")
+    command: str = Field(description="A bash command, with no input; it begins in the folder where the last one ended")
 
 
 class CheckArguments(_Arguments):

@@ -188,7 +188,7 @@ class Plain:
     guarantees: frozenset[str] = frozenset()
     alive = True
 
-    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
+    async def execute(self, command: str, *, timeout: float | None = None, cwd: str | None = None) -> ExecResult:
         return ExecResult(status="exited", exit_code=0, output=f"{command} within {timeout:g} s")
 
     async def read_file(self, path: str) -> bytes:

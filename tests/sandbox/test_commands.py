@@ -42,7 +42,8 @@ def marker() -> str:
 
 async def test_a_command_runs_in_the_workspace_and_gives_its_output(sandbox: FolderSandbox) -> None:
     result = await sandbox.execute("pwd; echo out; echo err >&2; exit 3")
-    assert result == ExecResult(status="exited", exit_code=3, output=f"{sandbox.inside}\nout\nerr\n")
+    shown = f"{sandbox.inside}\nout\nerr\n"
+    assert result == ExecResult(status="exited", exit_code=3, output=shown, cwd=sandbox.inside)
 
 
 @pytest.mark.parametrize("row", CASE["C23_pipe_holder"], ids=lambda row: row["cmd"])
@@ -193,8 +194,8 @@ async def test_no_command_takes_another_ones_output(sandbox: FolderSandbox) -> N
 
 
 async def test_a_lost_keeper_is_not_shown_as_output(sandbox: FolderSandbox, marker: str) -> None:
-    task = asyncio.create_task(sandbox.execute(f"sleep {marker}"))
-    await until(lambda: alive(marker), "the command runs")
+    task = asyncio.create_task(sandbox.execute(f"(setsid sleep {marker} &); sleep {marker}; true"))
+    await until(lambda: len(alive(marker)) == 3, "the command and what it started run")
     os.kill(sandbox._keeper._process.pid, signal.SIGKILL)
     with pytest.raises(SandboxDied):
         await asyncio.wait_for(task, 10)

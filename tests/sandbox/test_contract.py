@@ -30,9 +30,9 @@ async def test_the_shipped_kinds_keep_the_contract(kind: str, tmp_path: Path) ->
 class WaitsForThePipe(HostSandbox):
     """Ends when the pipe closes, as a plain subprocess does."""
 
-    async def execute(self, command: str, *, timeout: float | None = None) -> ExecResult:
+    async def execute(self, command: str, *, timeout: float | None = None, cwd: str | None = None) -> ExecResult:
         if "sleep 300 & echo done" not in command:
-            return await super().execute(command, timeout=timeout)
+            return await super().execute(command, timeout=timeout, cwd=cwd)
         done = subprocess.run(  # the mistake is the point
             command.replace("sleep 300 & echo done", "sleep 6 & echo done"),
             shell=True,
@@ -70,8 +70,8 @@ class LosesItsMode(HostSandbox):
 
 
 class LeavesAJob(HostSandbox):
-    async def start(self, command: str) -> Any:
-        return await super().start(command.replace("sleep 0.5; echo b; exit 7", "echo b"))
+    async def start(self, command: str, *, cwd: str | None = None) -> Any:
+        return await super().start(command.replace("sleep 0.5; echo b; exit 7", "echo b"), cwd=cwd)
 
 
 BROKEN: list[tuple[type[HostSandbox], str]] = [

@@ -69,7 +69,8 @@ class Caller:
 
 async def test_a_command_that_ends_in_its_window_is_no_job(sandbox: SharedSandbox) -> None:
     caller = Caller(sandbox)
-    assert await caller.start("echo a; exit 3", 5) == ExecResult(status="exited", exit_code=3, output="a\n")
+    ended = await caller.start("echo a; exit 3", 5)
+    assert (ended.status, ended.exit_code, ended.output) == ("exited", 3, "a\n")
     assert not sandbox.busy
 
 
