@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import ray
 
@@ -82,6 +83,7 @@ class RayRuntime(RuntimeFacade["RaySession"]):
         self._closed = False
         self._supervisor: SupervisorClient | None = None
         self._packed: set[str] = set()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._host = Host(
             storage=self.storage,
             sandboxes=self,
@@ -175,11 +177,20 @@ class RayRuntime(RuntimeFacade["RaySession"]):
         request = fields.pop("request_id") or self._host.ids.new_id()
         return Command(request_id=request, session_id=session_id, paths=self._paths, **fields)
 
+    async def start(self, command: Command) -> None:
+        """Has the Supervisor take the command on, after those that this process gave it for the session before.
+
+        An async actor may begin calls in another order than they were sent in.
+        """
+        sid = command.session_id
+        turn = self._turns.setdefault(sid, asyncio.Lock())
+        async with turn:
+            await self.supervisor().start(command)
+
     async def carry_out(self, command: Command) -> Outcome:
         """Starts a command and waits for its end."""
-        supervisor = self.supervisor()
-        await supervisor.start(command)
-        return await supervisor.join(command.key)
+        await self.start(command)
+        return await self.supervisor().join(command.key)
 
     async def _send_agent(self, agent: AgentConfig) -> str:
         """The Supervisor keeps the agent with its local parts, the store its documents."""
@@ -259,7 +270,7 @@ class RaySession(BlockingSession):
         """The run's events, ending with run_finished, also for a failed one. Leaving early cancels nothing."""
         command = self._command("run", text=text, request_id=request_id)
         supervisor = self._runtime.supervisor()
-        await supervisor.start(command)
+        await self._runtime.start(command)
         run = asyncio.ensure_future(supervisor.join(command.key))
         try:
             async for event in follow_command(supervisor, command, run):

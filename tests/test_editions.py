@@ -225,9 +225,11 @@ async def test_a_failed_run_raises_with_what_it_had(edition: Runtime) -> None:
 
 
 async def test_runs_of_one_session_queue(edition: Runtime) -> None:
-    session = await edition.create_session(scripted(bash("sleep 0.2; echo a"), "one", bash("echo b"), "two"))
-    first, second = await asyncio.gather(session.run("1"), session.run("2"))
-    assert (first.text, second.text) == ("one", "two")
+    said = [str(number) for number in range(12)]
+    session = await edition.create_session(scripted(bash("sleep 0.2; echo a"), *said))
+    other = await edition.open(session.id)  # another handle of the same session
+    runs = [(session if number % 2 else other).run(text) for number, text in enumerate(said)]
+    assert [result.text for result in await asyncio.gather(*runs)] == said
     await finished(session)
 
 
