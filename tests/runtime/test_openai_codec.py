@@ -19,6 +19,7 @@ from greenroom import (
     TextBlock,
     TextDelta,
     ThinkingBlock,
+    ThinkingDelta,
     ToolCallBlock,
     ToolCallDelta,
 )
@@ -292,3 +293,19 @@ def test_only_neighbours_of_one_role_are_merged() -> None:
         ("system", "rule"),
         ("user", "c"),
     ]
+
+
+@pytest.mark.parametrize("index", [{"index": 0}, {}], ids=["index", "no index"])
+async def test_a_server_may_say_id_and_name_again_with_every_piece(index: dict[str, int]) -> None:
+    pieces = [
+        chunk({"tool_calls": [{**index, "id": "call-1", "function": {"name": "lookup", "arguments": part}}]})
+        for part in ('{"city":', '"Oslo"}')
+    ]
+    (block,) = whole(await decode(sse(*pieces, chunk(finish="tool_calls"), b"[DONE]"))).tool_calls
+    assert (block.id, block.name, block.arguments) == ("call-1", "lookup", {"city": "Oslo"})
+
+
+async def test_reasoning_goes_out_piece_by_piece() -> None:
+    pieces = [chunk({"reasoning_content": text}) for text in ("first ", "then")]
+    deltas = await decode(sse(*pieces, chunk({"content": "so"}, finish="stop"), b"[DONE]"))
+    assert [delta.text for delta in deltas if isinstance(delta, ThinkingDelta)] == ["first ", "then"]
