@@ -297,12 +297,13 @@ def test_only_neighbours_of_one_role_are_merged() -> None:
 
 @pytest.mark.parametrize("index", [{"index": 0}, {}], ids=["index", "no index"])
 async def test_a_server_may_say_id_and_name_again_with_every_piece(index: dict[str, int]) -> None:
+    id, name = "call-" + "1" * 80, "look" + "up" * 40  # long: no decoder of JSON gives the same object twice
     pieces = [
-        chunk({"tool_calls": [{**index, "id": "call-1", "function": {"name": "lookup", "arguments": part}}]})
+        chunk({"tool_calls": [{**index, "id": id, "function": {"name": name, "arguments": part}}]})
         for part in ('{"city":', '"Oslo"}')
     ]
     (block,) = whole(await decode(sse(*pieces, chunk(finish="tool_calls"), b"[DONE]"))).tool_calls
-    assert (block.id, block.name, block.arguments) == ("call-1", "lookup", {"city": "Oslo"})
+    assert (block.id, block.name, block.arguments) == (id, name, {"city": "Oslo"})
 
 
 async def test_reasoning_goes_out_piece_by_piece() -> None:
