@@ -158,13 +158,22 @@ class SandboxActorClient:
     """A sandbox that lives in an actor: the TreeSandbox of the Ray edition."""
 
     def __init__(self, info: SandboxInfo) -> None:
-        self.incarnation = info.incarnation
-        self.guarantees = info.guarantees
+        self.incarnation = info.facts.incarnation
+        self.guarantees = info.facts.guarantees
+        self.saves = info.facts.saves
+        self.restored = info.facts.restored
         self._handle = info.actor
 
     async def fence(self, session_id: str, epoch: int) -> frozenset[str]:
         reference = self._handle.fence.remote(self.incarnation, session_id, epoch)
         return cast("frozenset[str]", await self._ask(reference, CALL_TIMEOUT))
+
+    async def covered(self, session_id: str) -> str | None:
+        reference = self._handle.covered.remote(self.incarnation, session_id)
+        return cast("str | None", await self._ask(reference, CALL_TIMEOUT))
+
+    async def settle(self, session_id: str, through: int) -> None:
+        await self._ask(self._handle.settle.remote(self.incarnation, session_id, through), CALL_TIMEOUT)
 
     async def perform(self, ref: CallRef, operation: Operation) -> OperationResult:
         """As TreeSandbox says; an actor that is silent for a while is asked again and joins what it runs."""

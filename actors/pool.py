@@ -104,9 +104,10 @@ class SandboxPool:
     `size`: how many trees that run nothing keep theirs open; beyond it the longest unused one changes hands.
     """
 
-    def __init__(self, namespace: str, incarnation: str, size: int) -> None:
+    def __init__(self, namespace: str, incarnation: str, store: str, size: int) -> None:
         self._namespace = namespace
         self._incarnation = incarnation
+        self._store = store
         self._size = size
         self._count = 0
         self._open: OrderedDict[str, SandboxInfo] = OrderedDict()
@@ -164,18 +165,18 @@ class SandboxPool:
     async def _open_new(self, root: str, spec: SandboxSpec, live: frozenset[str]) -> SandboxInfo:
         actor = self._take(live)
         try:
-            incarnation, guarantees = await ask(actor.open.remote(root, spec))
+            facts = await ask(actor.open.remote(root, spec))
         except ActorLost:
             self._drop(actor)
             actor = self._start()
-            incarnation, guarantees = await ask(actor.open.remote(root, spec))
+            facts = await ask(actor.open.remote(root, spec))
         except ActorSilent:
             self._drop(actor)  # it may yet open what was asked for: nobody else must get it
             raise
         except Exception:  # the sandbox was refused, and the actor is as good as before: whoever asked is told
             self._spare.append(actor)
             raise
-        return SandboxInfo(actor, incarnation, guarantees)
+        return SandboxInfo(actor, facts)
 
     def _take(self, live: frozenset[str]) -> Any:
         """A spare actor, or that of the tree that has been idle longest, or a new one."""
@@ -188,7 +189,7 @@ class SandboxPool:
     def _start(self) -> Any:
         self._count += 1
         name = f"greenroom-sandbox-{self._incarnation}-{self._count}"
-        actor: Any = SandboxActor.options(name=name, namespace=self._namespace, lifetime="detached").remote()
+        actor: Any = SandboxActor.options(name=name, namespace=self._namespace, lifetime="detached").remote(self._store)
         actor.pid.remote()  # its first call: the process imports what it needs before it is needed
         self._started.append(actor)
         return actor
@@ -201,7 +202,7 @@ class SandboxPool:
 
     async def _answers(self, info: SandboxInfo) -> bool:
         try:
-            return bool(await ask(info.actor.alive.remote(info.incarnation)))
+            return bool(await ask(info.actor.alive.remote(info.facts.incarnation)))
         except ActorLost:
             return False
         except ActorSilent:

@@ -11,9 +11,13 @@ from typing import Any
 
 import ray
 
+from greenroom.actors.wire import SandboxFacts
 from greenroom.runtime.calls import CallRef, SandboxSpec
+from greenroom.runtime.clock import SystemClock
 from greenroom.runtime.errors import SandboxDied
+from greenroom.runtime.open_tree import open_tree
 from greenroom.runtime.operations import Operation, OperationResult
+from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.tree_sandbox import SharedSandbox
 from greenroom.sandbox.factory import ShippedSandboxes
 
@@ -24,14 +28,22 @@ MAX_CONCURRENCY = 10_000
 class SandboxHost:
     """The plain class behind the actor."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: str) -> None:
+        self._storage = Storage.open(store)
         self._sandbox: SharedSandbox | None = None
 
-    async def open(self, root: str, spec: SandboxSpec) -> tuple[str, frozenset[str]]:
-        """A fresh sandbox for this tree; the one before is closed. Answers incarnation and guarantees."""
+    async def open(self, root: str, spec: SandboxSpec) -> SandboxFacts:
+        """A fresh sandbox for this tree; the one before is closed."""
         await self.close()
-        self._sandbox = SharedSandbox(await ShippedSandboxes().open(spec, root))
-        return self._sandbox.incarnation, self._sandbox.guarantees
+        opened = await open_tree(ShippedSandboxes(), spec, root, self._storage, SystemClock(), auto=_many_machines())
+        self._sandbox = opened
+        return SandboxFacts(opened.incarnation, opened.guarantees, opened.saves, opened.restored)
+
+    async def covered(self, incarnation: str, session_id: str) -> str | None:
+        return await self._opened(incarnation).covered(session_id)
+
+    async def settle(self, incarnation: str, session_id: str, through: int) -> None:
+        await self._opened(incarnation).settle(session_id, through)
 
     async def fence(self, incarnation: str, session_id: str, epoch: int) -> frozenset[str]:
         return await self._opened(incarnation).fence(session_id, epoch)
@@ -66,6 +78,11 @@ class SandboxHost:
         if self._sandbox is None or self._sandbox.incarnation != incarnation:
             raise SandboxDied("the sandbox is closed")
         return self._sandbox
+
+
+def _many_machines() -> bool:
+    """Whether a workspace folder may be lost with its machine, or be missing on the next one."""
+    return sum(bool(node["Alive"]) for node in ray.nodes()) > 1
 
 
 _remote: Any = ray.remote  # its overloads know no options

@@ -66,7 +66,7 @@ class SupervisorHost:
     def __init__(self, namespace: str, hello: Hello, pool: PoolConfig) -> None:
         self._hello = hello
         self._session_pool = SessionPool(namespace, uuid.uuid4().hex[:8], hello.store, pool.session_actors)
-        self._sandbox_pool = SandboxPool(namespace, uuid.uuid4().hex[:8], pool.session_actors)
+        self._sandbox_pool = SandboxPool(namespace, uuid.uuid4().hex[:8], hello.store, pool.session_actors)
         self._agents: OrderedDict[str, bytes] = OrderedDict()
         self._runs: dict[CommandKey, _Run] = {}
         self._finished: deque[CommandKey] = deque()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -104,12 +105,21 @@ class EventPage:
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxInfo:
-    """An open sandbox: the actor that holds it, and what is needed to talk to it."""
+class SandboxFacts:
+    """What a TreeSandbox says of itself, fixed from its opening on."""
 
-    actor: Any
     incarnation: str
     guarantees: frozenset[str]
+    saves: bool
+    restored: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxInfo:
+    """An open sandbox and the actor that holds it."""
+
+    actor: Any
+    facts: SandboxFacts
 
 
 @dataclass(frozen=True, slots=True)

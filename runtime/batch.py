@@ -25,6 +25,7 @@ from greenroom.runtime.journal import (
     call_key,
     decide,
     segments,
+    workspace_restored,
 )
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.machine import Asked, BatchDone, Broke, CancelSeen
@@ -33,7 +34,7 @@ from greenroom.runtime.ports import Children, TreeSandbox, TreeSandboxes
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunStatus
 from greenroom.runtime.run_ports import RunPorts
-from greenroom.runtime.storage.head import Head
+from greenroom.runtime.storage.head import Head, SandboxRef
 from greenroom.runtime.toolbox import Toolbox, spawn_output
 from greenroom.runtime.tools.registry import Tool
 
@@ -72,7 +73,7 @@ class BatchRun:
         self._every_save_waits = agent.durability == "step"
         self._toolbox = toolbox
         self._ports = ports
-        self._sandbox: TreeSandbox | None = None
+        self.sandbox: TreeSandbox | None = None
         self._opening = asyncio.Lock()
         self._acked_through = NOTHING_ACKED
 
@@ -161,6 +162,8 @@ class BatchRun:
                 asked = asked or Asked(key)
             else:
                 self._put(call.but(outcome=made))
+                if call.runs_in == "sandbox" and call.effect != "read_only" and self.sandbox and self.sandbox.saves:
+                    self._record.head = self._record.head.with_unsaved(key, call.name)
                 self._ports.emitter.emit("tool_finished", call_key=key, is_error=made.is_error)
         return asked
 
@@ -256,7 +259,7 @@ class BatchRun:
         head = self._record.head
         if head.sandbox is None:
             return None
-        if tool.spec.needs_isolation and self._sandbox is not None and "isolated" not in self._sandbox.guarantees:
+        if tool.spec.needs_isolation and self.sandbox is not None and "isolated" not in self.sandbox.guarantees:
             raise PreflightError(f"the sandbox {head.sandbox.spec.kind!r} enforces no isolation")
         step = self._batch.step
         ref = CallRef(head.session_id, head.epoch, call.key, call.digest, step=step, acked_through=self._acked_through)
@@ -265,16 +268,28 @@ class BatchRun:
     async def _open_sandbox(self) -> TreeSandbox:
         """The tree's sandbox, fenced for this epoch before its first use."""
         async with self._opening:
-            if self._sandbox is None:
+            if self.sandbox is None:
                 head = self._record.head
                 if head.sandbox is None:
                     raise SandboxUnavailable("the session has no sandbox", hint="Give the agent one")
-                self._sandbox = await self._ports.sandboxes.get(head.root, head.sandbox.spec)
-                await self._sandbox.fence(head.session_id, head.epoch)
-                if head.sandbox.incarnation != self._sandbox.incarnation:
-                    fresh = head.sandbox.but(incarnation=self._sandbox.incarnation)
-                    self._record.update(sandbox=fresh, jobs=())  # those of another incarnation are gone
-        return self._sandbox
+                self.sandbox = await self._ports.sandboxes.get(head.root, head.sandbox.spec)
+                await self.sandbox.fence(head.session_id, head.epoch)
+                if head.sandbox.incarnation != self.sandbox.incarnation:
+                    self._moved(head, head.sandbox, self.sandbox)
+                elif self.sandbox.saves and head.unsaved:
+                    covered = await self.sandbox.covered(head.session_id)
+                    self._record.update(unsaved=head.uncovered(covered))
+        return self.sandbox
+
+    def _moved(self, head: Head, before: SandboxRef, sandbox: TreeSandbox) -> None:
+        """The session is in another incarnation: jobs are gone, and perhaps what its workspace had held."""
+        lost: tuple[str, ...] = ()
+        if before.incarnation is not None and sandbox.restored is not None:
+            lost = head.uncovered(sandbox.restored.get(head.session_id))
+        if lost:
+            self._ports.emitter.emit("notice", kind="workspace_restored", lost_calls=lost)
+        notice = workspace_restored(lost) if lost else head.notice
+        self._record.update(sandbox=before.but(incarnation=sandbox.incarnation), jobs=(), unsaved=(), notice=notice)
 
 
 async def end_batch(record: Record, sandboxes: TreeSandboxes, children: Children, reason: str) -> None:

@@ -79,13 +79,13 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
             raise ConfigError(f"host_fence is {host_fence}", hint="Give a number that only grows, or 0 for none")
         super().__init__()
         self.storage = Storage.open(storage) if isinstance(storage, str) else storage
-        self._trees: OpenTrees = trees or LocalTreeSandboxes(sandboxes, self._live_roots)
-        ids = ids or RandomIds()
+        clock, ids = clock or SystemClock(), ids or RandomIds()
+        self._trees: OpenTrees = trees or LocalTreeSandboxes(sandboxes, self._live_roots, self.storage, clock)
         self._host = Host(
             storage=self.storage,
             sandboxes=self._trees,
             children=self,
-            clock=clock or SystemClock(),
+            clock=clock,
             ids=ids,
             shelf=AgentShelf(self.storage),
             owner=f"local:{socket.gethostname()}:{os.getpid()}:{ids.new_id()[:8]}",

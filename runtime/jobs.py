@@ -7,6 +7,7 @@ that was ended before its result could be saved gives its part back.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from greenroom.runtime.calls import ExecResult, JobState
@@ -41,12 +42,21 @@ class _Job:
 
 
 class Jobs:
-    """`mark`: of the sandbox's incarnation; it is in every id, so that an old id never means a new job."""
+    """`mark`: of the sandbox's incarnation; it is in every id, so that an old id never means a new job.
 
-    def __init__(self, mark: str) -> None:
+    asleep: jobs of earlier incarnations that were ended when the workspace was put to sleep.
+    """
+
+    def __init__(self, mark: str, asleep: Iterable[str] = ()) -> None:
         self._mark = mark
+        self._asleep = frozenset(asleep)
         self._jobs: dict[str, _Job] = {}
         self._count = 0
+
+    @property
+    def seen(self) -> bool:
+        """Whether there are any, also such as have ended: they change the workspace at any time."""
+        return bool(self._jobs)
 
     @property
     def running(self) -> bool:
@@ -90,6 +100,12 @@ class Jobs:
         """Ends the jobs of a session, and what those that have ended left behind."""
         await asyncio.gather(*(self._kill(job) for job in self._jobs.values() if job.session_id == session_id))
 
+    async def put_to_sleep(self) -> list[str]:
+        """Ends every job; answers the ids of those that ran."""
+        running = [id for id, job in self._jobs.items() if _end_of(job.process) is None]
+        await asyncio.gather(*(self._kill(job) for job in self._jobs.values()))
+        return running
+
     async def _kill(self, job: _Job) -> None:
         job.killed = job.killed or _end_of(job.process) is None
         await job.process.kill()  # also of one that has ended: it may have left children
@@ -117,6 +133,11 @@ class Jobs:
 
     def _find(self, id: str) -> _Job:
         job = self._jobs.get(id)
+        if job is None and id in self._asleep:
+            raise JobNotFound(
+                f"the background job {id!r} was ended when the workspace was put to sleep",
+                hint="Start it again if it is still needed",
+            )
         if job is None:
             raise JobNotFound(
                 f"there is no background job {id!r}",

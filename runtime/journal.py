@@ -32,6 +32,18 @@ DENIED = "Denied: it was not approved. It did not run."
 NOT_RUN_SANDBOX_LOST = "The sandbox was lost before this call had started. It did not run."
 NOT_RUN_RUN_FAILED = "Not run, or its result is lost: the run ended first. Reason: {reason}"
 
+WORKSPACE_RESTORED = (
+    "The sandbox was lost, and the workspace was put back to its last snapshot. What these calls had changed in it is "
+    "undone: {calls}. Look at the files before you go on."
+)
+
+
+def workspace_restored(calls: Iterable[str]) -> str:
+    """What a model is told of these calls, each `epoch/step/index tool`."""
+    places = (call.split(" ", 1) for call in calls)
+    return WORKSPACE_RESTORED.format(calls=", ".join(f"{tool} in step {key.split('/')[1]}" for key, tool in places))
+
+
 InProcess = "process"
 """`Mark.place` of a call that runs in the owner's own process, which nothing can fence or ask afterwards."""
 
@@ -114,6 +126,16 @@ class Batch(Value):
 
 def call_key(session_id: str, epoch: int, step: int, index: int) -> str:
     return f"{session_id}/{epoch}/{step}/{index}"
+
+
+def later_call(one: str | None, other: str) -> str:
+    """The later of two calls of one session, by their keys."""
+    return other if one is None or _place_of(other) > _place_of(one) else one
+
+
+def _place_of(key: str) -> tuple[int, ...]:
+    """Epoch, step and index of a call."""
+    return tuple(int(part) for part in key.rsplit("/", 3)[1:])
 
 
 def call_digest(tool: str, arguments: dict[str, Any]) -> tuple[str, int]:

@@ -7,7 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from greenroom.runtime.calls import SandboxSpec
-from greenroom.runtime.ports import SandboxFactory
+from greenroom.runtime.open_tree import open_tree
+from greenroom.runtime.ports import Clock, SandboxFactory
+from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.tree_sandbox import SharedSandbox
 
 IDLE_SANDBOXES = 32
@@ -15,11 +17,16 @@ IDLE_SANDBOXES = 32
 
 
 class LocalTreeSandboxes:
-    """`live`: roots of the trees that run now; their sandboxes are never closed to make room."""
+    """`live`: roots of the trees that run now; their sandboxes are never closed to make room.
 
-    def __init__(self, factory: SandboxFactory, live: Callable[[], set[str]]) -> None:
+    storage: where snapshots go, for a SandboxSpec that asks for them: here the folders survive.
+    """
+
+    def __init__(self, factory: SandboxFactory, live: Callable[[], set[str]], storage: Storage, clock: Clock) -> None:
         self._factory = factory
         self._live = live
+        self._storage = storage
+        self._clock = clock
         self._open: OrderedDict[str, SharedSandbox] = OrderedDict()
         self._lock = asyncio.Lock()
 
@@ -30,7 +37,8 @@ class LocalTreeSandboxes:
                 await self._open.pop(root).close()
                 sandbox = None
             if sandbox is None:
-                sandbox = self._open[root] = SharedSandbox(await self._factory.open(spec, root))
+                sandbox = await open_tree(self._factory, spec, root, self._storage, self._clock, auto=False)
+                self._open[root] = sandbox
             self._open.move_to_end(root)
             await self._close_idle(keep=root)
             return sandbox

@@ -7,10 +7,13 @@ with the next model call.
 
 from __future__ import annotations
 
+import contextlib
+
 from greenroom.runtime.batch import BatchRun, end_jobs, open_batch
 from greenroom.runtime.calls import ModelRequest
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
+from greenroom.runtime.errors import ClusterError, SandboxError
 from greenroom.runtime.journal import NOT_RUN_REPLY_CUT, placeholder_results
 from greenroom.runtime.machine import (
     BackOff,
@@ -27,7 +30,7 @@ from greenroom.runtime.machine import (
 from greenroom.runtime.messages import Message, Usage, storable
 from greenroom.runtime.model_call import Broken, Cut, call_model
 from greenroom.runtime.policy import BrokenPolicy, judged
-from greenroom.runtime.ports import Clock
+from greenroom.runtime.ports import Clock, TreeSandbox
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind
 from greenroom.runtime.retry import backoff
@@ -47,6 +50,7 @@ class Loop:
         self._ports = ports
         self._toolbox = Toolbox(agent)
         self._fallback = 0  # the provider that was last called
+        self._sandbox: TreeSandbox | None = None  # the one that the last batch used
 
     async def run(self, effects: tuple[Effect, ...]) -> None:
         """From these effects to the stop; the stop is durable when it returns. Raises StorageError."""
@@ -54,6 +58,14 @@ class Loop:
             effects = await self._step(effects)
         await self._end_jobs()
         await save_stop(self._record, self._ports.clock)
+        await self._settle_sandbox()
+
+    async def _settle_sandbox(self) -> None:
+        """Tells the sandbox that its outcomes are recorded; it has the workspace saved when the root stops."""
+        if self._sandbox is not None:
+            agent = self._record.head.state.agent
+            with contextlib.suppress(SandboxError, ClusterError):  # the run is over and durable all the same
+                await self._sandbox.settle(agent.session_id, agent.step)
 
     async def _step(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
         """Does what was asked for, moves the record by what came of it, and answers what is to be done next."""
@@ -148,7 +160,11 @@ class Loop:
         refused = await self._judge() if self._agent.policy is not None else None
         if refused is not None:
             return refused
-        return await BatchRun(self._record, self._agent, self._toolbox, ports).run()
+        batch = BatchRun(self._record, self._agent, self._toolbox, ports)
+        try:
+            return await batch.run()
+        finally:
+            self._sandbox = batch.sandbox or self._sandbox
 
     async def _judge(self) -> Event | None:
         """Has the policy judge the open batch, unless it has; an event when the batch is not to run."""

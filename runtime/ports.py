@@ -6,7 +6,7 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from greenroom.runtime.calls import CallRef, ExecResult, JobState, ModelRequest, ProposedCall, SandboxSpec, Verdict
@@ -18,8 +18,11 @@ from greenroom.runtime.operations import Operation, OperationResult
 from greenroom.runtime.results import RunResult
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from greenroom.runtime.config import AgentConfig
     from greenroom.runtime.storage.head import Head, Segment, SegmentRef
+    from greenroom.runtime.storage.snapshots import Saved, Snapshot, SnapshotStore
 
 
 @runtime_checkable
@@ -168,11 +171,37 @@ class StartsProcesses(Protocol):
         ...
 
 
+class PackedWorkspace(Protocol):
+    """What a snapshot is to hold, read already: the workspace may change while it is stored."""
+
+    async def put(self, store: SnapshotStore) -> Snapshot:
+        """Stores it and answers its manifest; the same one again changes nothing."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class SavesWorkspace(Protocol):
+    """What a sandbox may have beside its verbs: one without has no snapshots and cannot be forked."""
+
+    async def pack(self, base: Saved | None, name: str) -> PackedWorkspace | None:
+        """The workspace as a snapshot of this name, without what `base` holds already; None: it is still as in `base`.
+
+        What runs meanwhile is stopped as long as it is read. Raises SandboxError when it cannot be saved.
+        """
+        ...
+
+    async def fork(self, folder: Path) -> None:
+        """Copies the workspace into a new folder of this machine, which must not exist."""
+        ...
+
+
 class SandboxFactory(Protocol):
     """Opens sandboxes of the kinds it knows."""
 
-    async def open(self, spec: SandboxSpec, root: str, snapshot: str | None = None) -> Sandbox:
-        """Raises SandboxUnavailable with what to do about it."""
+    async def open(self, spec: SandboxSpec, root: str, snapshot: Saved | None = None) -> Sandbox:
+        """The workspace as it is, or as `snapshot` holds it. Raises SandboxUnavailable with what to do about it."""
         ...
 
 
@@ -181,6 +210,24 @@ class TreeSandbox(Protocol):
 
     incarnation: str
     guarantees: frozenset[str]
+
+    @property
+    def saves(self) -> bool:
+        """Whether its workspace is saved as snapshots."""
+        ...
+
+    @property
+    def restored(self) -> Mapping[str, str] | None:
+        """What the snapshot covers that this incarnation began from: session id to call key; None: nothing was lost."""
+        ...
+
+    async def covered(self, session_id: str) -> str | None:
+        """The last call of the session that a snapshot covers."""
+        ...
+
+    async def settle(self, session_id: str, through: int) -> None:
+        """The session stops, its outcomes recorded up to and with this step; a root's stop has the workspace saved."""
+        ...
 
     async def fence(self, session_id: str, epoch: int) -> frozenset[str]:
         """Refuses older epochs of the session from now on; answers the call keys whose outcome or run it holds."""

@@ -26,6 +26,8 @@ def advance(record: Record, event: Event, limits: Limits) -> tuple[Effect, ...]:
         elif isinstance(state, Fail):
             batch = close_unrun(batch, state.failure.message)
         record.append(results_message(batch), batch=None)
+        if record.head.notice:
+            record.append(Message.user(record.head.notice), notice="")
     if isinstance(event, CancelSeen) and event.text:
         said = (TextBlock(text=event.text),)
         record.append(Message(role="assistant", content=said, stop="cancelled", stop_kind="other"))

@@ -4,20 +4,40 @@ It holds what makes the promise of the journal true on the sandbox's side:
 - the fence: an owner of a lower epoch is refused, also when it wakes up late;
 - the ledger: per call key the running operation or its outcome, until the session says that it is recorded;
 - the lock: reads beside reads, everything else alone, held by the operation and never by a tool that waits.
+
+It also has the workspace saved, where there are snapshots: after so many operations that may have changed it, at the
+root's stops, and before it is put to sleep because nobody has asked for anything for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import logging
+import math
 import uuid
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from greenroom.runtime.calls import CallRef, ExecResult, JobState
+from greenroom.runtime.clock import SystemClock
 from greenroom.runtime.editing import apply_edit
-from greenroom.runtime.errors import SandboxConflict, SandboxDied, SandboxFenced
+from greenroom.runtime.errors import (
+    Conflict,
+    Deleted,
+    Fenced,
+    SandboxConflict,
+    SandboxDied,
+    SandboxError,
+    SandboxFenced,
+    StorageError,
+)
 from greenroom.runtime.fair_lock import FairLock
+from greenroom.runtime.ids import root_of
 from greenroom.runtime.jobs import Jobs
+from greenroom.runtime.journal import later_call
 from greenroom.runtime.operations import (
     CheckJob,
     EditFile,
@@ -32,7 +52,10 @@ from greenroom.runtime.operations import (
     is_exempt,
     is_read,
 )
-from greenroom.runtime.ports import Sandbox, StartsProcesses
+from greenroom.runtime.ports import Clock, Sandbox, SavesWorkspace, StartsProcesses
+from greenroom.runtime.tree_snapshots import TreeSnapshots
+
+log = logging.getLogger("greenroom.sandbox")
 
 ENDED_CALLS = 4096
 """Ended calls that are remembered, so that an operation of theirs that comes late is refused."""
@@ -65,29 +88,74 @@ class _Ledger:
 
 
 class SharedSandbox:
-    """`sandbox`: the backend, already open; each instance is an incarnation of its own."""
+    """`sandbox`: the backend, already open; each instance is an incarnation of its own.
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self.incarnation = uuid.uuid4().hex
+    snapshots: where its workspace is saved, None: nowhere; save_every: operations that may change the workspace;
+    restored: see TreeSandbox; idle: seconds without a request until it is saved and closed, None for never; job_time:
+    seconds that running jobs hold that up.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        *,
+        clock: Clock | None = None,
+        incarnation: str | None = None,
+        snapshots: TreeSnapshots | None = None,
+        save_every: int = 10,
+        restored: Mapping[str, str] | None = None,
+        idle: float | None = None,
+        job_time: float = 0.0,
+    ) -> None:
+        self.incarnation = incarnation or uuid.uuid4().hex
         self.guarantees = sandbox.guarantees
+        self.restored = restored
         self._sandbox = sandbox
+        self._clock = clock or SystemClock()
+        self._snapshots = snapshots
+        self._save_every = save_every
+        self._unsaved = 0  # operations since the last snapshot that may have changed the workspace
+        self._watermark = {} if snapshots is None else dict(snapshots.head.watermark)
+        self._saving = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._idle = idle or math.inf
+        self._job_time = job_time
+        self._asked_at = self._clock.monotonic()
+        self._forget_alarm: Callable[[], None] = lambda: None
+        if idle is not None:
+            self._set_alarm(idle)
         self._lock = FairLock()
         self._ledger = _Ledger()
         self._epochs: dict[str, int] = {}
         self._ended: dict[str, None] = {}
-        self._jobs = Jobs(self.incarnation[:8])
+        self._jobs = Jobs(self.incarnation[:8], asleep=() if snapshots is None else snapshots.head.jobs)
         self._closed = False
 
     @property
     def alive(self) -> bool:
         return not self._closed and self._sandbox.alive
 
+    @property
+    def saves(self) -> bool:
+        return self._snapshots is not None
+
+    async def covered(self, session_id: str) -> str | None:
+        return None if self._snapshots is None else self._snapshots.head.watermark.get(session_id)
+
+    async def settle(self, session_id: str, through: int) -> None:
+        self._asked_at = self._clock.monotonic()
+        self._ledger.acknowledge(session_id, through)
+        if root_of(session_id) == session_id:
+            self._go_on(self.save())
+
     async def fence(self, session_id: str, epoch: int) -> frozenset[str]:
+        self._asked_at = self._clock.monotonic()
         self._check_epoch(session_id, epoch)
         return frozenset(key for key, entry in self._ledger.entries.items() if entry.session_id == session_id)
 
     async def perform(self, ref: CallRef, operation: Operation) -> OperationResult:
         """See TreeSandbox. Cancelling the last caller that waits for an operation ends the operation."""
+        self._asked_at = self._clock.monotonic()
         self._check_epoch(ref.session_id, ref.epoch)
         if self._closed or not self._sandbox.alive:
             raise SandboxDied("the sandbox is closed", ran=ref.call_key in self._ledger.entries)
@@ -133,9 +201,79 @@ class SharedSandbox:
             del self._ended[next(iter(self._ended))]
 
     async def close(self) -> None:
-        """Ends all operations and the sandbox itself."""
+        """Ends all operations and the sandbox itself; what no snapshot holds yet is saved first, if that works."""
         self._closed = True
+        self._forget_alarm()
         await asyncio.gather(*(self._end(key, entry) for key, entry in list(self._ledger.entries.items())))
+        if self._sandbox.alive:
+            await self.save()
+        await self._sandbox.close()
+        await asyncio.gather(*self._background)
+
+    async def save(self) -> None:
+        """Saves the workspace if it may have changed; what goes wrong is logged and tried again the next time."""
+        async with self._saving:
+            if self._snapshots is None or not (self._unsaved or self._jobs.seen):
+                return
+            before = self._unsaved
+            try:
+                await self._save(self._snapshots)
+            except (Fenced, Deleted, Conflict):
+                self._closed = True  # another sandbox has the tree, or the tree is gone
+            except (StorageError, SandboxError, OSError) as error:
+                self._unsaved += before
+                log.warning("the workspace of %s was not saved: %s", self._snapshots.head.root, error)
+
+    async def _save(self, snapshots: TreeSnapshots) -> None:
+        assert isinstance(self._sandbox, SavesWorkspace), "only such a one has snapshots"
+        async with self._lock.held(shared=True):  # no command runs, but perhaps jobs: these are stopped
+            watermark = dict(self._watermark)
+            self._unsaved = 0
+            packed = await self._sandbox.pack(snapshots.saved, snapshots.new_name())
+        if packed is None:
+            await snapshots.cover(watermark)
+            return
+        try:
+            await snapshots.put(packed, watermark)
+        finally:
+            packed.close()
+
+    def _changed(self, session_id: str, key: str) -> None:
+        """An operation that may have changed the workspace is over."""
+        self._unsaved += 1
+        call = key.partition("#")[0]
+        self._watermark[session_id] = later_call(self._watermark.get(session_id), call)
+        if self._snapshots is not None and self._unsaved >= self._save_every and not self._saving.locked():
+            self._go_on(self.save())
+
+    def _go_on(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # -- put to sleep
+
+    def _set_alarm(self, seconds: float) -> None:
+        self._forget_alarm = self._clock.call_later(seconds, lambda: self._go_on(self._sleep_if_idle()))
+
+    async def _sleep_if_idle(self) -> None:
+        """Nobody asked for anything for a while: if nothing is under way and every outcome is recorded, it sleeps."""
+        since = self._clock.monotonic() - self._asked_at
+        if self._closed:
+            return
+        if since < self._idle:
+            self._set_alarm(self._idle - since)
+            return
+        if self._ledger.entries or (self._jobs.running and since < self._job_time):
+            self._set_alarm(self._idle)
+            return
+        self._closed = True
+        asleep = await self._jobs.put_to_sleep()
+        with contextlib.suppress(StorageError):
+            if self._snapshots is not None:
+                await self._snapshots.put_to_sleep(asleep)
+        if self._sandbox.alive:
+            await self.save()
         await self._sandbox.close()
 
     @property
@@ -153,9 +291,13 @@ class SharedSandbox:
             return await self._look_after(key, operation)
         async with self._lock.held(shared=is_read(operation)):
             entry.started = True
-            if isinstance(operation, StartJob):
-                return await self._start_job(entry.session_id, key, operation)
-            return await perform_on(self._sandbox, operation)
+            try:
+                if isinstance(operation, StartJob):
+                    return await self._start_job(entry.session_id, key, operation)
+                return await perform_on(self._sandbox, operation)
+            finally:
+                if not is_read(operation):
+                    self._changed(entry.session_id, key)
 
     async def _start_job(self, session_id: str, key: str, operation: StartJob) -> ExecResult | JobState:
         if not isinstance(self._sandbox, StartsProcesses):

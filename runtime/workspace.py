@@ -9,6 +9,8 @@ from pathlib import Path
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.ids import encode_id
 
+WORKSPACES = "workspaces"
+
 
 def home() -> Path:
     """`GREENROOM_HOME`, else .greenroom in the working folder; absolute."""
@@ -17,12 +19,60 @@ def home() -> Path:
 
 def managed_workspace(root: str) -> Path:
     """The workspace of a tree that names none of its own."""
-    return home() / "workspaces" / encode_id(root)
+    return home() / WORKSPACES / encode_id(root)
 
 
 def remove_managed_workspace(root: str) -> None:
     """Removes a tree's managed workspace, if there is one; a user's own folder is never touched."""
     shutil.rmtree(managed_workspace(root), ignore_errors=True)
+    _mark_of(managed_workspace(root)).unlink(missing_ok=True)
+
+
+def _mark_of(workspace: Path) -> Path:
+    return workspace.parents[1] / "marks" / workspace.name
+
+
+class WorkspaceMark:
+    """Says which sandbox a managed workspace on this machine was last opened by: another machine may have gone on.
+
+    A user's own folder bears no mark: it is taken as it is, unless it is empty.
+    """
+
+    def __init__(self, spec: SandboxSpec, root: str) -> None:
+        assert spec.workspace is not None, "a session's spec is resolved"
+        self._workspace = Path(spec.workspace)
+        self._managed = (self._workspace.parent.name, self._workspace.name) == (WORKSPACES, encode_id(root))
+        self._path = _mark_of(self._workspace)
+
+    def announce(self, before: str | None, incarnation: str) -> None:
+        """`incarnation` is about to take the tree over from `before`; if that fails half-way, both count."""
+        if before is not None and self.is_of(before):
+            self._write(before, incarnation)
+
+    def is_of(self, incarnation: str | None) -> bool:
+        """Whether the folder is as this sandbox left it; None: nobody had the tree before."""
+        if incarnation is None:
+            return True
+        if not self._managed:
+            return self._workspace.is_dir() and any(self._workspace.iterdir())
+        try:
+            return self._workspace.is_dir() and incarnation in self._path.read_text().split()
+        except FileNotFoundError:
+            return False
+
+    def put(self, incarnation: str) -> None:
+        self._write(incarnation)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def _write(self, *incarnations: str) -> None:
+        if not self._managed:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        fresh.write_text("\n".join(incarnations))
+        fresh.replace(self._path)
 
 
 def resolved_spec(spec: SandboxSpec, root: str) -> SandboxSpec:

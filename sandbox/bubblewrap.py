@@ -107,6 +107,14 @@ class BubblewrapSandbox(FolderSandbox):
         )
 
 
+def owner_of_restored(workspace: Path) -> tuple[int, int] | None:
+    """Who a workspace belongs to that is put back here: whose the one before was, never root; None for this process."""
+    if os.geteuid() != 0:
+        return None
+    info = workspace.stat() if workspace.is_dir() else None
+    return (NOBODY, NOBODY) if info is None or info.st_uid == 0 else (info.st_uid, info.st_gid or NOBODY)
+
+
 def _owner_of(folder: Workspace) -> tuple[int, int]:
     """Who the sandbox is outside: never root. A folder of root's is only given away when it was made just now."""
     if os.geteuid() != 0:

@@ -8,9 +8,11 @@ from pathlib import Path
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
 from greenroom.runtime.ports import Sandbox
-from greenroom.sandbox.bubblewrap import REMEDY, BubblewrapSandbox, find_bubblewrap
+from greenroom.runtime.storage.snapshots import Saved
+from greenroom.sandbox.bubblewrap import REMEDY, BubblewrapSandbox, find_bubblewrap, owner_of_restored
 from greenroom.sandbox.host import HostSandbox
 from greenroom.sandbox.probe import Opens, refuse_unless_it_holds
+from greenroom.sandbox.saving import restore
 
 KINDS: dict[str, Opens] = {"bubblewrap": BubblewrapSandbox.open, "host": HostSandbox.open}
 """How each kind is opened, the isolating ones first."""
@@ -20,20 +22,19 @@ _proved: set[tuple[Path, int, bool]] = set()
 
 
 class ShippedSandboxes:
-    async def open(self, spec: SandboxSpec, root: str, snapshot: str | None = None) -> Sandbox:
-        """Raises SandboxUnavailable with what to do about it."""
+    async def open(self, spec: SandboxSpec, root: str, snapshot: Saved | None = None) -> Sandbox:
+        """Raises SandboxUnavailable with what to do about it; StorageError or SandboxError for a damaged snapshot."""
         if spec.kind not in KINDS:
             raise SandboxUnavailable(f"there is no sandbox {spec.kind!r}", hint=f"One of {', '.join(KINDS)}")
-        if snapshot is not None:
-            raise SandboxUnavailable(
-                "these sandboxes have no snapshots", hint="Their workspace folder is kept as it is"
-            )
         if spec.workspace is None:
             raise SandboxUnavailable("the session has no workspace folder", hint="Give SandboxSpec(workspace=...)")
+        workspace = Path(spec.workspace)
         if spec.kind == "bubblewrap":
             await _prove(network=spec.network)
-            return await BubblewrapSandbox.open(Path(spec.workspace), spec)
-        return await HostSandbox.open(Path(spec.workspace), spec)
+        if snapshot is not None:
+            owner = owner_of_restored(workspace) if spec.kind == "bubblewrap" else None
+            await restore(snapshot, workspace, owner, spec.limits.snapshot_bytes)
+        return await (BubblewrapSandbox if spec.kind == "bubblewrap" else HostSandbox).open(workspace, spec)
 
 
 async def _prove(*, network: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from pathlib import Path
 
 from greenroom.runtime.calls import ExecResult, SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
+from greenroom.runtime.storage.snapshots import Saved
 from greenroom.sandbox.paths import RootedFiles
 from greenroom.sandbox.process import Command, Keeper, Launch, run_to_end
+from greenroom.sandbox.saving import Packed, load, pack_folder
+from greenroom.sandbox.workspace import Archive, copy
 
 
 class FolderSandbox:
@@ -45,6 +49,7 @@ class FolderSandbox:
         self._spec = spec
         self._keeper = keeper
         self._files = files
+        self._known: tuple[str | None, Archive] = (None, Archive())  # a snapshot's name, and what it holds
         self._env = {"LANG": "C.UTF-8", **env, "HOME": inside, "TERM": "dumb", **spec.env}
 
     @property
@@ -71,6 +76,39 @@ class FolderSandbox:
 
     async def list_dir(self, path: str) -> tuple[str, ...]:
         return await asyncio.to_thread(self._files.list, path)
+
+    async def pack(self, base: Saved | None, name: str) -> Packed | None:
+        """See SavesWorkspace. What runs stands still while the folder is read."""
+        snapshot = None if base is None else base.snapshot
+        if base is None:
+            self._known = None, Archive()
+        elif self._known[0] != base.snapshot.name:
+            self._known = base.snapshot.name, await load(base)
+        limit, near = self._spec.limits.snapshot_bytes, self.workspace.parent
+        async with self._keeper.stopped():
+            with self._files.folder() as fd:
+                packed = await asyncio.to_thread(pack_folder, fd, self._known[1], snapshot, name, limit, near)
+        if packed is not None:
+            self._known = name, packed.archive
+        return packed
+
+    async def fork(self, folder: Path) -> None:
+        """Copies the workspace into a new folder, which must not exist; blocks are shared where that is possible."""
+        owner = self._files.owner
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            async with self._keeper.stopped():
+                with self._files.folder() as source:
+                    await asyncio.to_thread(copy, source, target, owner)
+            if owner is not None:
+                os.fchown(target, *owner)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
+        finally:
+            os.close(target)
 
     async def close(self) -> None:
         """Harmless when called again."""

@@ -11,12 +11,14 @@ It speaks over one SOCK_SEQPACKET socket, a JSON object per packet:
                                                                              and perhaps another, its script; it begins
                                                                              in home when cwd is gone
                       {"kill": ID}                                           the command's whole tree: TERM, then KILL
+                      {"stop": NUMBER}                                       everything that runs, until {"go": NUMBER}
     keeper -> owner   {"ready": PID}
                       {"exit": ID, "status": WAIT_STATUS, "cwd": DIR}        the command's own process has ended, its
                                                                              shell in that folder; null: not known
                       {"oom": ID}                                            it is being killed: too much memory
                       {"failed": ID, "error": TEXT}                          it could not be started
                       {"gone": ID}                                           nothing of its tree is left
+                      {"stopped": NUMBER}, {"going": NUMBER}                 it is so
 
 Each command gets a minder: a child of ours that is a subreaper, so that whatever the command leaves behind (also under
 setsid) stays below the minder and can be found and killed. When the socket closes, because the owner ended in whatever
@@ -45,6 +47,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 TERM_GRACE = 0.5  # seconds between TERM and KILL
+STOP_PATIENCE = 2.0  # seconds in which everything has stopped, or is taken to have
 WATCH_INTERVAL = 0.2  # seconds between two looks at the memory of all commands together
 MAX_TEMPORARY_FILES = 200_000  # beyond it a command that goes on making more is ended
 PAGE = resource.getpagesize()
@@ -61,6 +64,7 @@ class Processes:
 
     def __init__(self) -> None:
         self.children: dict[int, list[int]] = {}
+        self.stopped: set[int] = set()
         self.memory: dict[int, int] = {}
         for entry in os.listdir("/proc"):
             if entry.isdigit():
@@ -72,6 +76,8 @@ class Processes:
                 if fields[0] not in (b"Z", b"X") or int(fields[17]) > 1:  # or only its first thread has ended
                     self.children.setdefault(int(fields[1]), []).append(int(entry))
                     self.memory[int(entry)] = int(fields[21]) * PAGE
+                    if fields[0] in (b"T", b"t"):
+                        self.stopped.add(int(entry))
 
     def below(self, pid: int) -> list[int]:
         """Pids below `pid`, without those that have ended; the process itself is left out."""
@@ -229,6 +235,7 @@ class Keeper:
         self.killed: set[str] = set()  # of these, whose tree was killed already
         self.temporary_files = 0
         self.next_look = 0.0
+        self.stopped: list[int] = []  # pids, minders first
 
     def serve(self) -> None:
         wake_read, wake_write = os.pipe()
@@ -270,6 +277,13 @@ class Keeper:
             self.run(request, descriptors[0], descriptors[1] if len(descriptors) > 1 else None)
         elif "kill" in request:
             self.doom(request["kill"])
+        elif "stop" in request:
+            self.stop()
+            send(self.sock, {"stopped": request["stop"]})
+        elif "go" in request:
+            signal_all(self.stopped[::-1], signal.SIGCONT)
+            self.stopped.clear()
+            send(self.sock, {"going": request["go"]})
         return True
 
     def run(self, request: dict[str, Any], output: int, script: int | None) -> None:
@@ -307,6 +321,21 @@ class Keeper:
             send(self.sock, {"oom": self.minders[worst]})
             kill_below(worst)
             self.temporary_files = temporary_files()  # what it made until now is not the next one's doing
+
+    def stop(self) -> None:
+        """Stops whatever runs, the minders first: they would let a shell of theirs go on."""
+        deadline = time.monotonic() + STOP_PATIENCE
+        while time.monotonic() < deadline:  # one that waits for a disk stops later
+            seen = Processes()
+            mine = list(self.minders) + [pid for minder in self.minders for pid in seen.below(minder)]
+            running = [pid for pid in mine if pid not in seen.stopped]
+            if not running:
+                return
+            fresh = [pid for pid in running if pid not in self.stopped]
+            self.stopped += fresh
+            signal_all(running, signal.SIGSTOP)
+            if not fresh:
+                time.sleep(0.001)  # they were told already
 
     def doom(self, command: str) -> None:
         for pid, owner in self.minders.items():

@@ -43,7 +43,7 @@ class RootedFiles:
 
     def __init__(self, root: Path | str, *, folder: int | None = None, owner: tuple[int, int] | None = None) -> None:
         self._path = str(root)
-        self._owner = owner
+        self.owner = owner
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         self._root = os.open(root, flags) if folder is None else os.dup(folder)
 
@@ -51,6 +51,12 @@ class RootedFiles:
         root, self._root = self._root, -1
         if root >= 0:
             os.close(root)
+
+    @contextmanager
+    def folder(self) -> Iterator[int]:
+        """The folder itself, open for reading."""
+        with self._opened(".", os.O_RDONLY | os.O_DIRECTORY) as fd:
+            yield fd
 
     def read(self, path: str, limit: int) -> bytes:
         """The file's bytes; raises PathRefused, FileNotFoundError, or OSError(EFBIG) beyond `limit` bytes."""
@@ -86,8 +92,8 @@ class RootedFiles:
     def _write_through(self, path: str, inner: str, data: bytes) -> None:
         with self._opened(inner, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666) as fd:
             _refuse_irregular(path, os.fstat(fd).st_mode)
-            if self._owner is not None:
-                os.fchown(fd, *self._owner)
+            if self.owner is not None:
+                os.fchown(fd, *self.owner)
             _write_all(fd, data)
 
     def _replace(self, parent: int, name: str, data: bytes, old_mode: int | None) -> None:
@@ -96,8 +102,8 @@ class RootedFiles:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o666 if old_mode is None else stat.S_IMODE(old_mode), dir_fd=parent)
         try:
-            if self._owner is not None:
-                os.fchown(fd, *self._owner)
+            if self.owner is not None:
+                os.fchown(fd, *self.owner)
             if old_mode is not None:
                 os.fchmod(fd, stat.S_IMODE(old_mode))
             _write_all(fd, data)
@@ -121,8 +127,8 @@ class RootedFiles:
                 with self._opened(above or ".", os.O_RDONLY | os.O_DIRECTORY) as parent:
                     try:
                         os.mkdir(part, dir_fd=parent)
-                        if self._owner is not None:
-                            os.chown(part, *self._owner, dir_fd=parent, follow_symlinks=False)
+                        if self.owner is not None:
+                            os.chown(part, *self.owner, dir_fd=parent, follow_symlinks=False)
                     except FileExistsError:
                         pass  # somebody was faster, or it is a dangling link: opening it will tell
         with self._opened(folder or ".", os.O_RDONLY | os.O_DIRECTORY) as fd:

@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,9 @@ NOWHERE_INTERVAL = 0.1
 
 KILL_TIMEOUT = 5.0
 """Seconds to wait for a killed tree to be gone."""
+
+STOP_TIMEOUT = 10.0
+"""Seconds in which a keeper has stopped everything that runs, or let it go on."""
 
 MAX_CWD = 4096
 """Characters of a working folder's path; a longer one is not kept."""
@@ -215,6 +219,7 @@ class Keeper:
         self._commands: dict[str, Command] = {}
         self._outputs: set[int] = set()
         self._count = 0
+        self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
         self._alive = True
         self._loop.add_reader(sock.fileno(), self._receive)
 
@@ -283,6 +288,33 @@ class Keeper:
         waiting = asyncio.ensure_future(command.gone.wait())
         await asyncio.wait([waiting], timeout=KILL_TIMEOUT)
         waiting.cancel()
+
+    @asynccontextmanager
+    async def stopped(self) -> AsyncIterator[None]:
+        """Everything that runs stands still meanwhile; nothing is started."""
+        if not self._commands:
+            yield
+            return
+        try:
+            await self._ask("stop", "stopped")
+            yield
+        finally:
+            await asyncio.shield(asyncio.ensure_future(self._ask("go", "going")))
+
+    async def _ask(self, what: str, answer: str) -> None:
+        """Raises SandboxDied when the keeper is gone, or says nothing."""
+        self._count += 1
+        key = (answer, self._count)
+        told = self._waiting[key] = self._loop.create_future()
+        try:
+            self._send({what: self._count})
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await told
+        except TimeoutError:
+            self._lost()
+            raise SandboxDied("the sandbox's keeper does not answer") from None
+        finally:
+            self._waiting.pop(key, None)
 
     def reads(self, fd: int) -> bool:
         """Whether this pipe is still open here."""
@@ -367,6 +399,11 @@ class Keeper:
             if not self._ready.done():
                 self._ready.set_result(None)
             return
+        for kind in message.keys() & {"stopped", "going"}:
+            told = self._waiting.get((kind, int(str(message[kind]))))
+            if told is not None and not told.done():
+                told.set_result(None)
+            return
         (kind,) = message.keys() & {"exit", "failed", "oom", "gone"}
         command = self._commands.get(str(message[kind]))
         if command is None:
@@ -394,6 +431,9 @@ class Keeper:
         self._sock.close()
         if not self._ready.done():
             self._ready.set_exception(SandboxDied("the sandbox's keeper ended at once"))
+        for told in self._waiting.values():
+            if not told.done():
+                told.set_exception(SandboxDied("the sandbox's keeper is gone"))
         for command in self._commands.values():
             command.gone.set()
             if not command.exited.done():

@@ -18,12 +18,15 @@ from pydantic import Field, model_serializer, model_validator
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import StorageError
 from greenroom.runtime.ids import child_id, root_of
-from greenroom.runtime.journal import Batch
+from greenroom.runtime.journal import Batch, later_call
 from greenroom.runtime.messages import Message, ShortText, Usage, Value
 from greenroom.runtime.state import AgentState, Ready, State
 from greenroom.runtime.storage.documents import Migration, decode_document
 
 SCHEMA_VERSION = 5
+
+MAX_UNSAVED = 32
+"""Calls without a snapshot that a head keeps, the latest; a snapshot is due after far fewer."""
 
 MAX_JOBS = 64
 """Background jobs that a head names, the latest."""
@@ -167,6 +170,18 @@ class Head(Value):
         kept = tuple(id for id in self.jobs if seen.get(id, True))
         fresh = tuple(id for id, runs in seen.items() if runs and id not in kept)
         return self.but(jobs=(*kept, *fresh)[-MAX_JOBS:])
+
+    def with_unsaved(self, call_key: str, tool: str) -> Head:
+        """The head after a call that may have changed the workspace, which is saved now and then."""
+        entry = f"{call_key.removeprefix(f'{self.session_id}/')} {tool}"
+        return self.but(unsaved=(*self.unsaved, entry)[-MAX_UNSAVED:])
+
+    def uncovered(self, through: str | None) -> tuple[str, ...]:
+        """Those of `unsaved` that came after this call, the last one that a snapshot covers; None: no snapshot."""
+        if through is None:
+            return self.unsaved
+        keys = {entry: f"{self.session_id}/{entry.partition(' ')[0]}" for entry in self.unsaved}
+        return tuple(entry for entry, key in keys.items() if key != through and later_call(through, key) == key)
 
     def in_folder(self, cwd: str | None) -> Head:
         """The head after commands that ended in this folder."""

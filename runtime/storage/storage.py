@@ -73,6 +73,11 @@ class Storage:
         return cls(checkpoints=store, transcripts=store, objects=getattr(store, "objects", None))
 
     @property
+    def session_store(self) -> SessionStore | None:
+        """Our own store over objects, which keeps sandboxes beside their sessions; None for a host's own ports."""
+        return self._store
+
+    @property
     def inlines(self) -> bool:
         """Whether heads may carry messages: not when transcripts have a backend of their own."""
         return id(self.checkpoints) == id(self.transcripts)

@@ -145,7 +145,7 @@ class Sandboxes:
         self._files: dict[str, dict[str, bytes]] = {}
         self.open_ones: list[FakeSandbox] = []
 
-    async def open(self, spec: SandboxSpec, root: str, snapshot: str | None = None) -> FakeSandbox:
+    async def open(self, spec: SandboxSpec, root: str, snapshot: Any = None) -> FakeSandbox:
         sandbox = FakeSandbox(self._world.command)
         sandbox.files = self._files.setdefault(root, sandbox.files)
         self.open_ones.append(sandbox)
@@ -181,6 +181,17 @@ class RemoteTree:
         self._inner = inner
         self.incarnation = inner.incarnation
         self.guarantees = inner.guarantees
+        self.saves = inner.saves
+        self.restored = inner.restored
+
+    async def covered(self, session_id: str) -> str | None:
+        await self._world.gate(f"before asking what is saved of {session_id}")
+        return await self._inner.covered(session_id)
+
+    async def settle(self, session_id: str, through: int) -> None:
+        await self._world.gate(f"before settling {session_id}")
+        await self._inner.settle(session_id, through)
+        await self._world.gate(f"after settling {session_id}")
 
     async def fence(self, session_id: str, epoch: int) -> frozenset[str]:
         await self._world.gate(f"before fencing {session_id} at {epoch}")

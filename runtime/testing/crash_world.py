@@ -72,7 +72,8 @@ class CrashWorld:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._cancels: set[asyncio.Task[Any]] = set()
         self.sandboxes = Sandboxes(self)
-        self._survivors = LocalTreeSandboxes(self.sandboxes, lambda: {SESSION})
+        storage = Storage.over(self.objects)
+        self._survivors = LocalTreeSandboxes(self.sandboxes, lambda: {SESSION}, storage, self.clock)
 
     # -- for scenarios
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from greenroom.runtime.calls import ExecResult, SandboxSpec
+from greenroom.runtime.storage.snapshots import Saved, Snapshot, SnapshotStore, Stream
 
 Answer = str | ExecResult
 Command = Callable[[str], Answer | Awaitable[Answer]]
@@ -32,6 +35,7 @@ class FakeSandbox:
         self.running: list[str] = []
         self.ended: list[str] = []
         self.closed = False
+        self._saved: tuple[str, dict[str, bytes]] | None = None
 
     @property
     def alive(self) -> bool:
@@ -67,8 +71,53 @@ class FakeSandbox:
         inside = {name[len(prefix) :] for name in self.files if name.startswith(prefix)}
         return tuple(sorted({f"{name.split('/')[0]}/" if "/" in name else name for name in inside}))
 
+    async def pack(self, base: Saved | None, name: str) -> PackedFiles | None:
+        files = dict(self.files)
+        if base is not None and self._saved == (base.snapshot.name, files):
+            return None
+        self._saved = name, files
+        return PackedFiles(name, base, files)
+
+    async def fork(self, folder: Path) -> None:
+        for name, data in self.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
     async def close(self) -> None:
         self.closed = True
+
+
+class PackedFiles:
+    """The files of a FakeSandbox as they were, for a snapshot of one part."""
+
+    def __init__(self, name: str, base: Saved | None, files: dict[str, bytes]) -> None:
+        self._name = name
+        self._base = base
+        self._files = files
+
+    async def put(self, store: SnapshotStore) -> Snapshot:
+        body = json.dumps({name: data.hex() for name, data in self._files.items()}).encode()
+        part = await store.put_part(f"{self._name}.files", body)
+        snapshot = Snapshot(
+            name=self._name,
+            parent=None if self._base is None else self._base.snapshot.name,
+            made=0.0,
+            index=Stream(name="files", size=len(body), parts=(part,)),
+            files=len(self._files),
+            size=sum(len(data) for data in self._files.values()),
+        )
+        await store.put(snapshot)
+        return snapshot
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+async def restored_files(saved: Saved) -> dict[str, bytes]:
+    """The files that a PackedFiles put away."""
+    body = b"".join([piece async for piece in saved.store.read(saved.snapshot.index)])
+    return {name: bytes.fromhex(data) for name, data in json.loads(body).items()}
 
 
 class FakeProcess:
@@ -118,6 +167,9 @@ class FakeSandboxes:
         self._background = background
         self.opened: dict[str, FakeSandbox] = {}
 
-    async def open(self, spec: SandboxSpec, root: str, snapshot: str | None = None) -> FakeSandbox:
-        sandbox = self.opened[root] = FakeSandbox(self._on_command, background=self._background)
+    async def open(self, spec: SandboxSpec, root: str, snapshot: Saved | None = None) -> FakeSandbox:
+        sandbox = FakeSandbox(self._on_command, background=self._background)
+        if snapshot is not None:
+            sandbox.files = await restored_files(snapshot)
+        self.opened[root] = sandbox
         return sandbox

@@ -7,12 +7,16 @@ is broken raises ContractBroken.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 
 from greenroom.runtime.calls import ExecResult
 from greenroom.runtime.errors import SandboxError
-from greenroom.runtime.ports import Process, Sandbox, StartsProcesses
+from greenroom.runtime.ports import Process, Sandbox, SavesWorkspace, StartsProcesses
+from greenroom.runtime.storage import MemoryObjectStore, SessionStore
+from greenroom.runtime.storage.snapshots import Saved, SnapshotStore
 from greenroom.runtime.testing.contracts import ContractBroken, check
 
 KNOWN_GUARANTEES = frozenset({"isolated", "no_network", "memory_bound", "rooted_files"})
@@ -28,7 +32,7 @@ OpensSandbox = Callable[[], Awaitable[Sandbox]]
 
 async def check_sandbox(open: OpensSandbox) -> None:
     """`open` answers a fresh sandbox with an empty workspace each time. Raises ContractBroken."""
-    for look in (_commands, _ends, _floods, _cancels, _processes, _files, _roots, _networks, _close):
+    for look in (_commands, _ends, _floods, _cancels, _processes, _files, _roots, _saves, _networks, _close):
         sandbox = await open()
         try:
             check("guarantees are known words", sandbox.guarantees <= KNOWN_GUARANTEES)
@@ -149,6 +153,36 @@ async def _roots(sandbox: Sandbox) -> None:
         await _refused(
             f"writing {path!r} is refused", sandbox.write_file(path, b"x"), (OSError, ValueError, SandboxError)
         )
+
+
+async def _saves(sandbox: Sandbox) -> None:
+    if not isinstance(sandbox, SavesWorkspace):
+        return
+    store = SnapshotStore(SessionStore(MemoryObjectStore()), "r")
+    await sandbox.write_file("kept/a", b"1")
+    first = await _saved(sandbox, store, None, "s1")
+    check("a workspace that is saved for the first time is saved", first is not None)
+    assert first is not None
+    check("what a snapshot needs is in the store", first.snapshot.objects <= await store.names())
+    check("one that has not changed is not saved again", await _saved(sandbox, store, first, "s2") is None)
+    await sandbox.write_file("kept/b", b"2")
+    second = await _saved(sandbox, store, first, "s3")
+    check("one that has changed is", second is not None and second.snapshot.parent == "s1")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        await sandbox.fork(copy)
+        await sandbox.write_file("kept/b", b"3")
+        check("a fork holds the files of its moment", (copy / "kept" / "b").read_bytes() == b"2")
+
+
+async def _saved(sandbox: SavesWorkspace, store: SnapshotStore, base: Saved | None, name: str) -> Saved | None:
+    packed = await sandbox.pack(base, name)
+    if packed is None:
+        return None
+    try:
+        return Saved(store, await packed.put(store))
+    finally:
+        packed.close()
 
 
 async def _networks(sandbox: Sandbox) -> None:

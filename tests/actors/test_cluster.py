@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 import uuid
@@ -23,6 +24,7 @@ from greenroom import (
     PoolMismatch,
     RequestConflict,
     RunStatus,
+    SandboxSpec,
     SessionNotFound,
     SubAgent,
     ToolContext,
@@ -150,6 +152,34 @@ async def test_a_job_outlives_its_sessions_actor_and_not_its_sandbox(on_ray: Ray
     assert [json.loads(block.text)["status"] for block in shown[:2]] == ["running", "running"]
     assert shown[2].is_error
     assert "gone" in shown[2].text
+
+
+async def test_a_workspace_that_was_lost_with_its_sandbox_comes_back(
+    on_ray: RayRuntime, home: Path, marker: str
+) -> None:
+    spec = SandboxSpec(kind="bubblewrap", snapshots="on", snapshot_every=2)
+    script = (bash("echo 1 > a"), bash("echo 2 > b"), bash("echo 3 > c"), bash(f"sleep {marker}"), bash("ls"), "done")
+    session = await on_ray.create_session(scripted(*script, sandbox=spec))
+    run = asyncio.create_task(session.run("go"))
+    await until(lambda: alive(f"sleep\0{marker}"), "the command runs")
+    store = on_ray.storage.session_store
+    assert store is not None
+    found = None
+    while found is None or found[0].snapshot is None:
+        found = await store.read_sandbox(session.id)
+    info = await on_ray.supervisor().find_sandbox(session.id)
+    assert info is not None
+    os.kill(await info.actor.pid.remote(), signal.SIGKILL)
+    await until(lambda: alive(f"sleep\0{marker}") == [], "the command ended with its sandbox")
+    await asyncio.to_thread(shutil.rmtree, home / "workspaces" / session.id)
+    assert (await asyncio.wait_for(run, 60)).text == "done"
+    transcript = await session.transcript()
+    strict_history(transcript.messages)
+    shown = [block.text for block in results(transcript)]
+    assert shown[3] == OUTCOME_UNKNOWN
+    assert json.loads(shown[4])["output"] == "a\nb\n"
+    (told,) = [message.text for message in transcript.messages if "last snapshot" in message.text]
+    assert "bash in step 3, bash in step 4" in told
 
 
 async def test_a_cancelled_tree_parks_all_of_it_within_a_second(on_ray: RayRuntime, marker: str) -> None:

@@ -164,7 +164,7 @@ async def test_a_sandbox_that_cannot_be_asked_ends_the_run_and_can_be_resumed(ho
     class Failing(FakeSandboxes):
         fail = True
 
-        async def open(self, spec: Any, root: str, snapshot: str | None = None) -> FakeSandbox:
+        async def open(self, spec: Any, root: str, snapshot: Any = None) -> FakeSandbox:
             if self.fail:
                 raise SandboxDied("the sandbox's process is gone")
             return await super().open(spec, root, snapshot)
@@ -204,7 +204,7 @@ class Plain:
 
 async def test_a_backend_without_processes_waits_for_every_command(home: Path) -> None:
     class Opens:
-        async def open(self, spec: Any, root: str, snapshot: str | None = None) -> Plain:
+        async def open(self, spec: Any, root: str, snapshot: Any = None) -> Plain:
             return Plain()
 
     async with AgentRuntime("memory:", sandboxes=Opens()) as runtime:

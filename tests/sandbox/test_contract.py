@@ -74,12 +74,24 @@ class LeavesAJob(HostSandbox):
         return await super().start(command.replace("sleep 0.5; echo b; exit 7", "echo b"), cwd=cwd)
 
 
+class NeverSeesAChange(HostSandbox):
+    async def pack(self, base: Any, name: str) -> Any:
+        return await super().pack(None, name) if base is None else None
+
+
+class SavesAlways(HostSandbox):
+    async def pack(self, base: Any, name: str) -> Any:
+        return await super().pack(None, name)
+
+
 BROKEN: list[tuple[type[HostSandbox], str]] = [
     (WaitsForThePipe, "ends with its own process"),
     (Boasts, "reaches no server"),
     (FollowsLinks, "is refused"),
     (LosesItsMode, "mode bits"),
     (LeavesAJob, "running process has no end|end is true"),
+    (NeverSeesAChange, "one that has changed is"),
+    (SavesAlways, "not changed is not saved again"),
 ]
 
 
