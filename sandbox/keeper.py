@@ -328,7 +328,7 @@ class Keeper:
         while time.monotonic() < deadline:  # one that waits for a disk stops later
             seen = Processes()
             mine = list(self.minders) + [pid for minder in self.minders for pid in seen.below(minder)]
-            running = [pid for pid in mine if pid not in seen.stopped]
+            running = [pid for pid in mine if pid in seen.memory and pid not in seen.stopped]
             if not running:
                 return
             fresh = [pid for pid in running if pid not in self.stopped]

@@ -139,22 +139,20 @@ def pack(folder: int, base: Archive, stream: str, out: IO[bytes], limit: int) ->
     """
     made = Archive()
     with zstandard.ZstdCompressor(level=LEVEL, threads=2).stream_writer(out, closefd=False) as compressed:
-        counted = _Counted(compressed)
-        with tarfile.open(fileobj=cast(IO[bytes], counted), mode="w|", format=tarfile.PAX_FORMAT) as tar:
-            packing = _Packing(base, made, tar, stream, limit)
-            for path, parent, name, info in _walk(folder, made):
-                packing.add(path, parent, name, info)
-    made.packed = counted.bytes
+        packing = _Packing(base, made, compressed, stream, limit)
+        for path, parent, name, info in _walk(folder, made):
+            packing.add(path, parent, name, info)
+        packing.finish()
     return made
 
 
 class _Packing:
     """One reading of a folder into `made`; see pack()."""
 
-    def __init__(self, base: Archive, made: Archive, tar: tarfile.TarFile, stream: str, limit: int) -> None:
+    def __init__(self, base: Archive, made: Archive, out: Any, stream: str, limit: int) -> None:
         self._base = base
         self._made = made
-        self._tar = tar
+        self._out = out
         self._stream = stream
         self._limit = limit
         self._began = time.time_ns()
@@ -206,11 +204,25 @@ class _Packing:
         return (old.content, old.stream) if same else None
 
     def _packed(self, path: str, file: IO[bytes], size: int) -> tuple[str, str]:
-        file.seek(0)
-        member, exact = tarfile.TarInfo(path), _Exactly(file, size)
+        """A member of the tar file; a file that is cut short meanwhile is filled up, since its size comes first."""
+        member, digest, left = tarfile.TarInfo(path), hashlib.sha256(), size
         member.size = size
-        self._tar.addfile(member, cast(IO[bytes], exact))
-        return exact.hash.hexdigest(), self._stream
+        self._write(member.tobuf(tarfile.PAX_FORMAT))
+        file.seek(0)
+        while left:
+            piece = file.read(min(_CHUNK, left)) or bytes(min(_CHUNK, left))
+            digest.update(piece)
+            self._write(piece)
+            left -= len(piece)
+        self._write(bytes(-size % tarfile.BLOCKSIZE))
+        return digest.hexdigest(), self._stream
+
+    def finish(self) -> None:
+        self._write(bytes(2 * tarfile.BLOCKSIZE))
+
+    def _write(self, data: bytes) -> None:
+        self._made.packed += len(data)
+        self._out.write(data)
 
 
 def _walk(folder: int, made: Archive, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int, str, Any]]:
@@ -239,39 +251,6 @@ def _walk(folder: int, made: Archive, prefix: str = "", depth: int = 0) -> Itera
 
 def _hash_of(file: IO[bytes]) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it asks for more than it uses
-
-
-class _Exactly:
-    """Reads a file as if it had just so many bytes, whatever becomes of it meanwhile, and hashes them."""
-
-    def __init__(self, file: IO[bytes], size: int) -> None:
-        self._file = file
-        self._left = size
-        self.hash = hashlib.sha256()
-
-    def read(self, size: int) -> bytes:
-        wanted = min(size, self._left)
-        data = b""
-        while len(data) < wanted:
-            piece = self._file.read(wanted - len(data))
-            if not piece:
-                data += bytes(wanted - len(data))  # it was cut short
-                break
-            data += piece
-        self._left -= wanted
-        self.hash.update(data)
-        return data
-
-
-class _Counted:
-    def __init__(self, out: Any) -> None:
-        self._out = out
-        self.bytes = 0
-
-    def write(self, data: bytes) -> int:
-        self.bytes += len(data)
-        self._out.write(data)
-        return len(data)
 
 
 # -- to a folder

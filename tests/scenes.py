@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from greenroom import AgentConfig, AgentRuntime, Scripted, Storage, ToolRegistry, Transcript, register_default_tools
 from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.messages import ToolResultBlock
@@ -124,8 +126,14 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = 20.0) 
         await asyncio.sleep(0.01)
 
 
+def started_here(marker: str) -> list[int]:
+    """As alive(), of this process's own: others on the machine may run the same."""
+    mine = {process.pid for process in psutil.Process().children(recursive=True)}
+    return [pid for pid in alive(marker) if pid in mine]
+
+
 def alive(marker: str) -> list[int]:
-    """Pids of processes whose command line holds the marker."""
+    """Pids of this machine's processes whose command line holds the marker: one that nobody else has."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -34,7 +34,7 @@ asyncio.run(main())
 
 def agent(workspace: str) -> AgentConfig:
     sandbox = SandboxSpec(kind="host", workspace=workspace)
-    return scripted(bash("sleep 1; echo x >> marker"), bash("echo y >> second"), "done", sandbox=sandbox)
+    return scripted(bash(f"sleep 1; echo x >> marker # {workspace}"), bash("echo y >> second"), "done", sandbox=sandbox)
 
 
 def head(db: Path) -> dict[str, object]:
@@ -59,7 +59,7 @@ async def test_c_an_owner_that_was_stopped_and_wakes_up_after_the_take_over_repe
         env={**os.environ, "PYTHONPATH": path, "GREENROOM_HOME": str(tmp_path / "home")},
     )
     try:
-        await until(lambda: alive("echo x >> marker"), "the command runs")
+        await until(lambda: alive(f"# {workspace}"), "the command runs")
         assert '"started": {' in json.dumps(head(db)), "its mark is durable before it runs"
         os.kill(owner.pid, signal.SIGSTOP)
         async with AgentRuntime(f"sqlite:///{db}") as runtime:

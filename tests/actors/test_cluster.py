@@ -50,11 +50,15 @@ async def pid_of(runtime: RayRuntime, session_id: str) -> int:
     return await actor.pid()
 
 
-async def test_a_killed_session_actor_is_taken_over_and_its_command_ran_once(on_ray: RayRuntime, home: Path) -> None:
-    session = await on_ray.create_session(scripted(bash("sleep 1; echo x >> marker; echo done"), "finished"))
+async def test_a_killed_session_actor_is_taken_over_and_its_command_ran_once(
+    on_ray: RayRuntime, home: Path, marker: str
+) -> None:
+    session = await on_ray.create_session(
+        scripted(bash(f"sleep 1; echo x >> marker; echo done # {marker}"), "finished")
+    )
     run = asyncio.create_task(session.run("go"))
     workspace = home / "workspaces" / session.id
-    await until(lambda: alive("echo x >> marker"), "the command runs")
+    await until(lambda: alive(f"# {marker}"), "the command runs")
     victim = await pid_of(on_ray, session.id)
     os.kill(victim, signal.SIGKILL)
     result = await asyncio.wait_for(run, 60)
@@ -102,13 +106,13 @@ async def test_a_users_own_effect_that_was_cut_off_is_said_to_be_unknown(on_ray:
     assert Path(effects).read_text() == "x\n"
 
 
-async def test_a_killed_parent_finds_its_child_again(on_ray: RayRuntime, home: Path) -> None:
-    child = scripted(bash("sleep 1; echo x >> marker"), "child says", name="child", sandbox=None)
+async def test_a_killed_parent_finds_its_child_again(on_ray: RayRuntime, home: Path, marker: str) -> None:
+    child = scripted(bash(f"sleep 1; echo x >> marker # {marker}"), "child says", name="child", sandbox=None)
     session = await on_ray.create_session(
         scripted(calls(call("helper", task="t")), "parent says", subagents={"helper": child})
     )
     run = asyncio.create_task(session.run("go"))
-    await until(lambda: alive("echo x >> marker"), "the child's command runs")
+    await until(lambda: alive(f"# {marker}"), "the child's command runs")
     os.kill(await pid_of(on_ray, session.id), signal.SIGKILL)
     assert (await asyncio.wait_for(run, 60)).text == "parent says"
     assert (home / "workspaces" / session.id / "marker").read_text() == "x\n"
@@ -351,11 +355,13 @@ def test_the_blocking_verbs_work_on_ray(pool_store: str, home: Path) -> None:
         assert runtime.open_sync(turn.session_id).run_sync("hi").text == "two"
 
 
-async def test_an_actor_that_is_only_silent_is_not_taken_over(on_ray: RayRuntime, home: Path) -> None:
+async def test_an_actor_that_is_only_silent_is_not_taken_over(on_ray: RayRuntime, home: Path, marker: str) -> None:
     """Stopped for a while and going on: the same owner, and each line once."""
-    session = await on_ray.create_session(scripted(bash("sleep 1; echo x >> marker"), bash("echo y >> second"), "done"))
+    session = await on_ray.create_session(
+        scripted(bash(f"sleep 1; echo x >> marker # {marker}"), bash("echo y >> second"), "done")
+    )
     run = asyncio.create_task(session.run("go"))
-    await until(lambda: alive("echo x >> marker"), "the command runs")
+    await until(lambda: alive(f"# {marker}"), "the command runs")
     owner = await pid_of(on_ray, session.id)
     os.kill(owner, signal.SIGSTOP)
     await asyncio.sleep(3)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenes import alive, until
+from scenes import alive, started_here, until
 
 from greenroom import SandboxLimits, SandboxSpec, SandboxUnavailable
 from greenroom.sandbox import bubblewrap, factory
@@ -308,7 +308,7 @@ async def test_an_opening_that_is_given_up_leaves_nothing(tmp_path: Path) -> Non
         opening.cancel()
         await asyncio.wait([opening])
     assert len(os.listdir("/proc/self/fd")) <= before + 1
-    await until(lambda: alive("greenroom-keeper") == [], "no keeper is left")
+    await until(lambda: started_here("greenroom-keeper") == [], "no keeper is left")
 
 
 async def test_isolation_is_tried_once_and_tried_again_after_a_refusal(
@@ -328,4 +328,4 @@ async def test_isolation_is_tried_once_and_tried_again_after_a_refusal(
     for name in ("a", "b"):
         await (await ShippedSandboxes().open(spec(tmp_path / name), "r")).close()
     assert len(tried) == 2
-    assert alive("greenroom-keeper") == []
+    assert started_here("greenroom-keeper") == []

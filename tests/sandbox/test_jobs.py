@@ -358,12 +358,12 @@ async def test_terminating_ends_jobs_and_says_so(home: Path, marker: str) -> Non
 
 
 async def test_terminating_a_sub_agent_ends_its_jobs(home: Path, marker: str) -> None:
-    child = scripted(bash(f"sleep {marker}"), bash("sleep 30"), "never", tools=SOON, name="child")
+    child = scripted(bash(f"sleep {marker}"), bash(f"sleep {marker}9"), "never", tools=SOON, name="child")
     parent = scripted(calls(call("helper", task="t")), "done", subagents={"helper": SubAgent(child)})
     async with AgentRuntime("memory:") as runtime:
         session = await runtime.create_session(parent)
         run = asyncio.create_task(session.run("go"))
-        await until(lambda: alive("sleep\x0030"), "the child is at its second command")
+        await until(lambda: alive(f"{marker}9"), "the child is at its second command")
         (child_id,) = (await session.status()).children.values()
         await (await runtime.open(child_id)).terminate()
         await run
