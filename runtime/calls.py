@@ -193,10 +193,11 @@ class JobState(Value):
 class SandboxLimits(Value):
     """Bounds of a sandbox.
 
-    Of one command: bytes of output kept at its start and its end, seconds it may take (0: no limit); max_file_bytes:
-    of a file that a tool reads. Enforced by isolating kinds only: max_processes: processes and threads at once;
-    memory_bytes: of one process's data, and of all together, which is looked at every 0.2 s; max_write_bytes: of a
-    file that a command writes; tmp_bytes, shm_bytes: of /tmp and /dev/shm.
+    Of one command: output_head, output_tail: bytes of output kept at its start and its end; spill_bytes: of longer
+    output, how much goes to a file in the sandbox, 0 for none; max_seconds: that it may take, 0 for no limit;
+    max_file_bytes: of a file that a tool reads. Enforced by isolating kinds only: max_processes: processes and threads
+    at once; memory_bytes: of one process's data, and of all together, which is looked at every 0.2 s; max_write_bytes:
+    of a file that a command writes; tmp_bytes, shm_bytes: of /tmp and /dev/shm.
 
     Of the whole: snapshot_bytes: of a workspace that is saved; idle_seconds: from the last call until a sandbox that
     keeps snapshots is saved and closed; job_seconds: how long a running background job may hold that up.
@@ -204,6 +205,7 @@ class SandboxLimits(Value):
 
     output_head: int = Field(default=16 * 1024, ge=0)
     output_tail: int = Field(default=48 * 1024, ge=0)
+    spill_bytes: int = Field(default=8 * 1024 * 1024, ge=0)
     max_seconds: float = Field(default=0.0, ge=0)
     max_file_bytes: int = Field(default=16 * 1024 * 1024, ge=1)
     max_processes: int = Field(default=512, ge=8)

@@ -12,6 +12,7 @@ It speaks over one SOCK_SEQPACKET socket, a JSON object per packet:
                                                                              in home when cwd is gone
                       {"kill": ID}                                           the command's whole tree: TERM, then KILL
                       {"stop": NUMBER}                                       everything that runs, until {"go": NUMBER}
+                      {"spill": ID}                                          asks for a file for the command's output
     keeper -> owner   {"ready": PID}
                       {"exit": ID, "status": WAIT_STATUS, "cwd": DIR}        the command's own process has ended, its
                                                                              shell in that folder; null: not known
@@ -19,6 +20,7 @@ It speaks over one SOCK_SEQPACKET socket, a JSON object per packet:
                       {"failed": ID, "error": TEXT}                          it could not be started
                       {"gone": ID}                                           nothing of its tree is left
                       {"stopped": NUMBER}, {"going": NUMBER}                 it is so
+                      {"spilled": ID, "path": PATH}                          with its descriptor; null: there is none
 
 Each command gets a minder: a child of ours that is a subreaper, so that whatever the command leaves behind (also under
 setsid) stays below the minder and can be found and killed. When the socket closes, because the owner ended in whatever
@@ -48,6 +50,7 @@ PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 TERM_GRACE = 0.5  # seconds between TERM and KILL
 STOP_PATIENCE = 2.0  # seconds in which everything has stopped, or is taken to have
+SPILL_FILES = 8  # the latest files of output that are kept
 WATCH_INTERVAL = 0.2  # seconds between two looks at the memory of all commands together
 MAX_TEMPORARY_FILES = 200_000  # beyond it a command that goes on making more is ended
 PAGE = resource.getpagesize()
@@ -236,6 +239,7 @@ class Keeper:
         self.temporary_files = 0
         self.next_look = 0.0
         self.stopped: list[int] = []  # pids, minders first
+        self.spilled: list[str] = []  # paths
 
     def serve(self) -> None:
         wake_read, wake_write = os.pipe()
@@ -277,6 +281,8 @@ class Keeper:
             self.run(request, descriptors[0], descriptors[1] if len(descriptors) > 1 else None)
         elif "kill" in request:
             self.doom(request["kill"])
+        elif "spill" in request:
+            self.spill(request["spill"])
         elif "stop" in request:
             self.stop()
             send(self.sock, {"stopped": request["stop"]})
@@ -321,6 +327,23 @@ class Keeper:
             send(self.sock, {"oom": self.minders[worst]})
             kill_below(worst)
             self.temporary_files = temporary_files()  # what it made until now is not the next one's doing
+
+    def spill(self, command: str) -> None:
+        """A file that the owner fills and commands can read; in the sandbox's own room, where it has one."""
+        path = f"/tmp/output-{command}-{os.urandom(4).hex()}.txt"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError:
+            send(self.sock, {"spilled": command, "path": None})
+            return
+        self.spilled.append(path)
+        while len(self.spilled) > SPILL_FILES:
+            remove(self.spilled.pop(0))
+        try:
+            socket.send_fds(self.sock, [json.dumps({"spilled": command, "path": path}).encode()], [fd])
+        except OSError:
+            pass  # as in send()
+        os.close(fd)
 
     def stop(self) -> None:
         """Stops whatever runs, the minders first: they would let a shell of theirs go on."""
@@ -380,6 +403,13 @@ class Keeper:
                 send(self.sock, {"gone": command})
 
 
+def remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
 def bound(limits: dict[str, int]) -> None:
     """Limits of everything that is started from here on; core files are never written."""
     kinds = {
@@ -402,10 +432,13 @@ def main() -> None:
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no command may look into this process or speak for it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keeper = Keeper(sock, limits.get("memory_bytes", 0))
     try:
-        Keeper(sock, limits.get("memory_bytes", 0)).serve()
+        keeper.serve()
     finally:
         kill_below(os.getpid())
+        for path in keeper.spilled:
+            remove(path)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ class OutputBuffer:
         self._head = bytearray()
         self._tail = bytearray()
         self.total = 0
+        self.whole = ""
+        """Where all of it can be found, in words; it stands beside what was dropped."""
 
     def add(self, data: bytes) -> None:
         self.total += len(data)
@@ -51,7 +53,11 @@ class OutputBuffer:
             return (bytes(self._head) + tail).decode("utf-8", "replace")
         head = _without_cut_end(bytes(self._head)).decode("utf-8", "replace")
         kept = _without_cut_start(tail).decode("utf-8", "replace")
-        return f"{head}\n[... {self.dropped} bytes dropped ...]\n{kept}"
+        return f"{head}\n[... {self.dropped} bytes dropped{self.whole} ...]\n{kept}"
+
+    def held(self) -> bytes:
+        """What is kept, as it came."""
+        return bytes(self._head) + bytes(self._tail)
 
 
 def _without_cut_end(data: bytes) -> bytes:

@@ -10,10 +10,11 @@ import asyncio
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +47,8 @@ KILL_TIMEOUT = 5.0
 STOP_TIMEOUT = 10.0
 """Seconds in which a keeper has stopped everything that runs, or let it go on."""
 
-MAX_CWD = 4096
-"""Characters of a working folder's path; a longer one is not kept."""
+MAX_PATH = 4096
+"""Characters of a path that a keeper tells; a longer one is none."""
 
 DRAIN = 0.1
 """Seconds to go on reading after the command has exited: what it wrote last may still be in the pipe."""
@@ -80,6 +81,9 @@ class Command:
         self._id = id
         self._output = output
         self._buffer = OutputBuffer(limits.output_head, limits.output_tail)
+        self._kept = limits.output_head + limits.output_tail
+        self._spill: int | None = None
+        self._spill_room = limits.spill_bytes
         self._drained: asyncio.Future[None] = loop.create_future()
         self._timed_out = False
         self._closed = False
@@ -126,11 +130,37 @@ class Command:
             return
         except OSError:
             data = b""
-        if data:
-            self._buffer.add(data)
-            self._news.set()
-        else:
+        if not data:
             self.close()
+            return
+        self._buffer.add(data)
+        if self._spill is None and self._spill_room and self._buffer.total > self._kept:
+            self._keeper.pause(self._output)  # all of it is still there, and waits for the file
+            self._keeper.ask_for_spill(self._id, self)
+            return
+        self._news.set()
+        if self._spill is not None:
+            self._write_spill(data)
+
+    def spill_to(self, fd: int | None, path: str) -> None:
+        """The file for all of the output, None for no file: what came so far goes there first."""
+        room, self._spill_room = self._spill_room, 0
+        if fd is not None and not self._closed:
+            self._spill, self._spill_room = fd, room
+            self._buffer.whole = f"; the first {room} are in {path}"
+            self._write_spill(self._buffer.held())
+        elif fd is not None:
+            os.close(fd)
+        self._news.set()
+        if not self._over.done():
+            self._keeper.go_on(self._output, self.read)
+
+    def _write_spill(self, data: bytes) -> None:
+        assert self._spill is not None, "only then it is written"
+        try:
+            self._spill_room -= os.write(self._spill, data[: self._spill_room])
+        except OSError:  # its room is full: what is there stays
+            self._spill_room = 0
 
     def close(self) -> None:
         """Nothing more is read of what it puts out; the descriptor may be another command's from now on."""
@@ -138,6 +168,9 @@ class Command:
             self._closed = True
             self._keeper.forget(self._output)
             self._drained.set_result(None)
+            if self._spill is not None:
+                os.close(self._spill)
+                self._spill = None
 
     def _read_to_nowhere(self) -> None:
         """So that a child which goes on is not stopped by a full pipe; slowly, so that it does not keep us busy."""
@@ -168,9 +201,9 @@ class Command:
             self.exited.exception()  # looked at, also when nobody asks how it ended
 
 
-def _folder(told: object) -> str | None:
-    """A working folder as a keeper tells it; what is in there with it may speak in its name."""
-    good = isinstance(told, str) and told.startswith("/") and told.isprintable() and len(told) <= MAX_CWD
+def _path(told: object) -> str | None:
+    """A path as a keeper tells it; what is in there with it may speak in its name."""
+    good = isinstance(told, str) and told.startswith("/") and told.isprintable() and len(told) <= MAX_PATH
     return str(told) if good else None
 
 
@@ -219,6 +252,7 @@ class Keeper:
         self._commands: dict[str, Command] = {}
         self._outputs: set[int] = set()
         self._count = 0
+        self._spilling: dict[str, Command] = {}
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
         self._alive = True
         self._loop.add_reader(sock.fileno(), self._receive)
@@ -325,6 +359,20 @@ class Keeper:
         if fd in self._outputs:
             self._loop.remove_reader(fd)
 
+    def go_on(self, fd: int, read: Callable[[], None]) -> None:
+        """This pipe is read again when there is something in it."""
+        if fd in self._outputs:
+            self._loop.add_reader(fd, read)
+
+    def ask_for_spill(self, id: str, command: Command) -> None:
+        """Has the command told where its output may go; it is told also when that comes to nothing."""
+        try:
+            self._send({"spill": id})
+        except SandboxError:
+            command.spill_to(None, "")
+        else:
+            self._spilling[id] = command
+
     def forget(self, fd: int) -> None:
         """Nothing more is wanted out of this pipe."""
         if fd in self._outputs:
@@ -380,21 +428,25 @@ class Keeper:
     def _receive(self) -> None:
         for _ in range(REPLIES_AT_ONCE):
             try:
-                data = self._sock.recv(MAX_REPLY)
+                data, descriptors, _, _ = socket.recv_fds(self._sock, MAX_REPLY, 1)
             except BlockingIOError:
                 return
             except OSError:
-                data = b""
+                data, descriptors = b"", []
             if not data:
                 self._lost()
                 return
             try:
-                self._handle(json.loads(data))
+                self._handle(json.loads(data), descriptors)
             except (ValueError, TypeError, AttributeError, RecursionError):  # no keeper of ours speaks so
                 self._lost()
                 return
+            finally:
+                for fd in descriptors:
+                    os.close(fd)
 
-    def _handle(self, message: dict[str, object]) -> None:
+    def _handle(self, message: dict[str, object], descriptors: list[int]) -> None:
+        """`descriptors`: who keeps one takes it off the list."""
         if "ready" in message:
             if not self._ready.done():
                 self._ready.set_result(None)
@@ -404,6 +456,13 @@ class Keeper:
             if told is not None and not told.done():
                 told.set_result(None)
             return
+        if "spilled" in message:
+            spilling = self._spilling.pop(str(message["spilled"]), None)
+            if spilling is not None:
+                path = _path(message.get("path"))
+                good = path is not None and len(descriptors) == 1 and stat.S_ISREG(os.fstat(descriptors[0]).st_mode)
+                spilling.spill_to(descriptors.pop() if good else None, path or "")
+            return
         (kind,) = message.keys() & {"exit", "failed", "oom", "gone"}
         command = self._commands.get(str(message[kind]))
         if command is None:
@@ -411,7 +470,7 @@ class Keeper:
         if kind == "oom":
             command.oom = True
         elif kind == "exit" and not command.exited.done():
-            command.cwd = _folder(message.get("cwd"))
+            command.cwd = _path(message.get("cwd"))
             command.exited.set_result(os.waitstatus_to_exitcode(int(str(message["status"]))))
         elif kind == "failed" and not command.exited.done():
             error = str(message["error"])[:MAX_COMPLAINT]
@@ -431,6 +490,9 @@ class Keeper:
         self._sock.close()
         if not self._ready.done():
             self._ready.set_exception(SandboxDied("the sandbox's keeper ended at once"))
+        for command in self._spilling.values():
+            command.spill_to(None, "")
+        self._spilling.clear()
         for told in self._waiting.values():
             if not told.done():
                 told.set_exception(SandboxDied("the sandbox's keeper is gone"))
