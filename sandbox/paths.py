@@ -1,4 +1,4 @@
-"""Files below a folder, and nowhere else: every path is resolved by the kernel (openat2, RESOLVE_BENEATH).
+"""Files below a folder, and nowhere else: every path is resolved as it is opened (beneath.py).
 
 Checking a path and then opening it can be raced; opening it with the check inside cannot. Regular files only, and never
 blocking on one that is not.
@@ -6,7 +6,6 @@ blocking on one that is not.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import secrets
@@ -15,23 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from greenroom.runtime.errors import PathRefused, SandboxUnavailable
-
-SYS_OPENAT2 = 437  # the same number on every architecture Linux has
-RESOLVE_NO_MAGICLINKS = 0x02
-RESOLVE_BENEATH = 0x08
-OPEN_ATTEMPTS = 16
-"""Times an open is repeated when the kernel saw the tree change under it (EAGAIN)."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _OpenHow(ctypes.Structure):
-    _fields_ = [
-        ("flags", ctypes.c_uint64),
-        ("mode", ctypes.c_uint64),
-        ("resolve", ctypes.c_uint64),
-    ]  # ctypes reads it so
+from greenroom.runtime.errors import PathRefused
+from greenroom.sandbox.beneath import open_beneath
 
 
 class RootedFiles:
@@ -157,22 +141,15 @@ class RootedFiles:
         return inner
 
     def _open(self, shown: str, inner: str, flags: int, mode: int) -> int:
-        how = _OpenHow(flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS)
-        for _ in range(OPEN_ATTEMPTS):
-            fd = _libc.syscall(SYS_OPENAT2, self._root, os.fsencode(inner), ctypes.byref(how), ctypes.sizeof(how))
-            if fd >= 0:
-                return int(fd)
-            number = ctypes.get_errno()
-            if number == errno.EAGAIN:
-                continue
-            if number in (errno.EXDEV, errno.ELOOP):
-                raise PathRefused(f"{shown!r} leads out of the workspace or in a circle", hint="Give a path inside it")
-            if number == errno.ENXIO:
-                raise PathRefused(f"{shown!r} is no regular file")
-            if number == errno.ENOSYS:
-                raise SandboxUnavailable("this kernel has no openat2", hint="Linux 5.6 or newer is needed")
-            raise OSError(number, os.strerror(number), shown)
-        raise OSError(errno.EAGAIN, "the folder kept changing", shown)
+        try:
+            return open_beneath(self._root, inner, flags, mode)
+        except OSError as error:
+            if error.errno in (errno.EXDEV, errno.ELOOP):
+                message = f"{shown!r} leads out of the workspace or in a circle"
+                raise PathRefused(message, hint="Give a path inside it") from None
+            if error.errno == errno.ENXIO:
+                raise PathRefused(f"{shown!r} is no regular file") from None
+            raise OSError(error.errno, os.strerror(error.errno or 0), shown) from None
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import random
 import stat
 import threading
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from scenes import CASES
 
 from greenroom import PathRefused
+from greenroom.sandbox import beneath
 from greenroom.sandbox.output import OutputBuffer
 from greenroom.sandbox.paths import RootedFiles
 
@@ -20,6 +23,14 @@ TRIES = 50_000 if os.environ.get("GREENROOM_LONG") else 4_000
 """Reads and writes that race with a swapped link."""
 
 CASE: dict[str, Any] = json.loads((CASES / "C30_path_escape.json").read_text())
+
+
+@pytest.fixture(params=["openat2", "walk"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How paths are opened: by the kernel, or where it cannot."""
+    if request.param == "walk":
+        monkeypatch.setattr(beneath, "kernel_can", lambda: False)
+    return str(request.param)
 
 
 @pytest.fixture
@@ -154,3 +165,75 @@ def test_a_buffer_keeps_head_and_tail_whatever_the_pieces() -> None:
     cut = OutputBuffer(2, 3)
     cut.add("aéééb".encode())
     assert cut.text() == "a\n[... 3 bytes dropped ...]\néb"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+def test_a_kernel_or_a_filter_without_openat2_is_found_out(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*args: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.undo()
+    beneath.kernel_can.cache_clear()
+    assert beneath.kernel_can()
+    monkeypatch.setattr(beneath, "_openat2", refuse)
+    beneath.kernel_can.cache_clear()
+    assert not beneath.kernel_can()
+    beneath.kernel_can.cache_clear()
+
+
+def test_links_one_after_the_other_and_up_and_down_again(world: Path) -> None:
+    ws = world / "ws"
+    (ws / "a" / "b").mkdir(parents=True)
+    (ws / "a" / "b" / "f").write_text("found")
+    os.symlink("a/b", ws / "one")
+    os.symlink("one/../b/./f", ws / "two")
+    os.symlink("../one/f", ws / "a" / "three")
+    os.symlink("../../ws/real.txt", ws / "a" / "out-and-in")
+    os.symlink("new", ws / "a" / "to-be-made")
+    files = RootedFiles(ws)
+    for path in ("one/f", "two", "a/three", "a/../a/b/f", "one//f"):
+        assert files.read(path, 100) == b"found", path
+    with pytest.raises(PathRefused):
+        files.read("a/out-and-in", 100)
+    with pytest.raises(NotADirectoryError):
+        files.read("real.txt/f", 100)
+    files.write("a/to-be-made", b"made")
+    assert (ws / "a" / "new").read_text() == "made"
+    for number in range(50):
+        os.symlink(f"l{number + 1}", ws / f"l{number}")
+    with pytest.raises(PathRefused):
+        files.read("l0", 100)
+    assert files.list("one") == ("f",)
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) < 100
+
+
+def test_both_ways_answer_alike_whatever_the_path(world: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random paths of what is there, and of what leads out."""
+    ws = world / "ws"
+    (ws / "d" / "e").mkdir(parents=True)
+    (ws / "d" / "f").write_text("f")
+    os.symlink("..", ws / "d" / "up")
+    os.symlink("d", ws / "ld")
+    names = ["d", "e", "f", "up", "ld", "..", ".", "", "inside", "loop", "doc.txt", "none", "dangling"]
+    root = os.open(ws, os.O_RDONLY)
+    chance = random.Random(20261201)
+
+    def answer(path: str, flags: int) -> tuple[int, int] | int | None:
+        try:
+            fd = beneath.open_beneath(root, path, flags)
+        except OSError as error:
+            return error.errno
+        info = os.fstat(fd)
+        os.close(fd)
+        return info.st_dev, info.st_ino
+
+    for _ in range(3000):
+        path = "/".join(chance.choice(names) for _ in range(chance.randint(1, 6))).lstrip("/") or "."
+        flags = chance.choice([os.O_RDONLY | os.O_NONBLOCK, os.O_RDONLY | os.O_DIRECTORY, os.O_PATH | os.O_DIRECTORY])
+        both = []
+        for can in (True, False):
+            monkeypatch.setattr(beneath, "kernel_can", lambda can=can: can)
+            both.append(answer(path, flags))
+        assert both[0] == both[1], (path, flags)
+    os.close(root)
