@@ -17,8 +17,9 @@ from pathlib import Path
 from greenroom.runtime.calls import ExecResult, SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
 from greenroom.runtime.storage.snapshots import Saved
+from greenroom.sandbox.command import Command, run_to_end
 from greenroom.sandbox.paths import RootedFiles
-from greenroom.sandbox.process import Command, Keeper, Launch, run_to_end
+from greenroom.sandbox.process import Keeper, Launch
 from greenroom.sandbox.saving import Packed, load, pack_folder
 from greenroom.sandbox.workspace import Archive, copy
 
