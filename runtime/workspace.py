@@ -28,12 +28,18 @@ def remove_managed_workspace(root: str) -> None:
     _mark_of(managed_workspace(root)).unlink(missing_ok=True)
 
 
+def resolved_spec(spec: SandboxSpec, root: str) -> SandboxSpec:
+    """The spec with an absolute workspace: `{home}/workspaces/{root}` unless it names one."""
+    path = Path(spec.workspace).expanduser() if spec.workspace else managed_workspace(root)
+    return spec.but(workspace=str(path.absolute()))
+
+
 def _mark_of(workspace: Path) -> Path:
     return workspace.parents[1] / "marks" / workspace.name
 
 
 class WorkspaceMark:
-    """Says which sandbox a managed workspace on this machine was last opened by: another machine may have gone on.
+    """Says which sandboxes a managed workspace on this machine was used by: another machine may have gone on since.
 
     A user's own folder bears no mark: it is taken as it is, unless it is empty.
     """
@@ -45,9 +51,9 @@ class WorkspaceMark:
         self._path = _mark_of(self._workspace)
 
     def announce(self, before: str | None, incarnation: str) -> None:
-        """`incarnation` is about to take the tree over from `before`; if that fails half-way, both count."""
-        if before is not None and self.is_of(before):
-            self._write(before, incarnation)
+        """`incarnation` is about to take the tree over from `before`: whether that works or not, the folder stays."""
+        if self.is_of(before):
+            self.put(incarnation)
 
     def is_of(self, incarnation: str | None) -> bool:
         """Whether the folder is as this sandbox left it; None: nobody had the tree before."""
@@ -61,21 +67,12 @@ class WorkspaceMark:
             return False
 
     def put(self, incarnation: str) -> None:
-        self._write(incarnation)
+        """The folder is this sandbox's; several may say so at once."""
+        if self._managed:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(f"\n{incarnation}\n")  # a line that was cut off by a crash spoils no other
 
     def remove(self) -> None:
+        """The folder is nobody's: it is about to be replaced."""
         self._path.unlink(missing_ok=True)
-
-    def _write(self, *incarnations: str) -> None:
-        if not self._managed:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self._path.with_name(f"{self._path.name}.new")
-        fresh.write_text("\n".join(incarnations))
-        fresh.replace(self._path)
-
-
-def resolved_spec(spec: SandboxSpec, root: str) -> SandboxSpec:
-    """The spec with an absolute workspace: `{home}/workspaces/{root}` unless it names one."""
-    path = Path(spec.workspace).expanduser() if spec.workspace else managed_workspace(root)
-    return spec.but(workspace=str(path.absolute()))
