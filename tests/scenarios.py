@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from scenes import bash, call, calls, default_registry, scripted
 
-from greenroom import AgentConfig, Interrupt, ProposedCall, RunFailed, SubAgent, ToolContext, ToolRegistry, Verdict
+from greenroom import (
+    AgentConfig,
+    Interrupt,
+    ModelRequest,
+    ProposedCall,
+    RunFailed,
+    SandboxSpec,
+    Storage,
+    SubAgent,
+    ToolContext,
+    ToolRegistry,
+    Verdict,
+)
+from greenroom.runtime.messages import ToolResultBlock
+from greenroom.runtime.sessions import read_transcript
+from greenroom.runtime.testing.crash_world import SESSION
 from greenroom.testing import CrashWorld, Scenario, drive_to_end
 
 
@@ -150,6 +167,42 @@ def turns() -> AgentConfig:
     return own(calls(call("send", to="a")), "one", calls(call("send", to="b")), "two")
 
 
+def saved() -> AgentConfig:
+    """Writes files in a workspace that is lost with its sandbox and goes back to its last snapshot."""
+    spec = SandboxSpec(kind="host", snapshots="on", snapshot_every=2)
+    writes = [calls(call("write_file", path=f"f{n}", content=f"{n}")) for n in range(5)]
+    return scripted(*writes, "done", tools=default_registry(), sandbox=spec)
+
+
+async def no_loss_untold(world: CrashWorld) -> list[str]:
+    """A file that was written, and is not there in the end, was named to the model."""
+    transcript = await read_transcript(Storage.over(world.objects), SESSION)
+    written = [
+        call.arguments["path"]
+        for message, following in pairwise(transcript.messages)
+        for call, block in zip(message.tool_calls, following.content, strict=False)
+        if isinstance(block, ToolResultBlock) and not block.is_error and call.arguments
+    ]
+    files = world.sandboxes.open_ones[-1].files if world.sandboxes.open_ones else {}
+    missing = [path for path in written if path not in files]
+    told = sum(message.text.count("write_file in step") for message in transcript.messages if message.role == "user")
+    return [f"{missing} are lost, and the model was told of {told} calls"] if len(missing) > told else []
+
+
+def jobs() -> AgentConfig:
+    """A command that goes to the background, is looked after, and ended."""
+
+    def look(tool: str) -> Any:
+        def entry(request: ModelRequest) -> dict[str, Any]:
+            shown = [b.text for m in request.messages for b in m.content if isinstance(b, ToolResultBlock)]
+            ids = [json.loads(text)["id"] for text in shown if text.startswith('{"id"')]
+            return calls(call(tool, id=ids[0] if ids else "job-none"))
+
+        return entry
+
+    return scripted(bash("serve"), bash("one"), look("check"), look("kill"), "done", tools=default_registry(2.0))
+
+
 async def two_turns(world: CrashWorld) -> None:
     """A second message after the first is answered, submitted and then run."""
     await drive_to_end(world)
@@ -183,5 +236,7 @@ SCENARIOS = [
     Scenario("a tool with several operations", several_operations),
     Scenario("two turns", turns, two_turns, sandboxes=("dies",)),
     Scenario("long history", long_history, sandboxes=("dies",)),
+    Scenario("background jobs", jobs, background=lambda command: command == "serve"),
+    Scenario("a workspace that is lost", saved, check=no_loss_untold),
     Scenario("every save waits", lambda: both(bash("one"), calls(call("send", to="a")), "done", durability="step")),
 ]

@@ -82,8 +82,9 @@ class Scenario:
     """What is to be crashed.
 
     agent: makes a fresh agent for each schedule (tools with their effects in them); drive: brings the session to its
-    end from wherever it stands; objects: makes the store; command: what a command in the fake sandbox puts out; check:
-    more to look at in the end, it answers problems; sandboxes: the fates to try.
+    end from wherever it stands; objects: makes the store; command: what a command in the fake sandbox puts out;
+    background: which commands outlast the wait for them; check: more to look at in the end, it answers problems;
+    sandboxes: the fates to try.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Scenario:
     drive: Drive = drive_to_end
     objects: Callable[[], ObjectStore] = MemoryObjectStore
     command: Callable[[str], str] = field(default=lambda command: f"ran: {command}")
+    background: Callable[[str], bool] = lambda command: False
     check: Callable[[CrashWorld], Coroutine[Any, Any, list[str]]] | None = None
     sandboxes: tuple[Fate, ...] = ("dies", "survives")
 
@@ -142,7 +144,7 @@ async def _run_or_shrink(scenario: Scenario, schedule: Schedule, seed: int) -> N
 
 
 async def _run(scenario: Scenario, schedule: Schedule, seed: int) -> CrashWorld:
-    world = CrashWorld(schedule, scenario.objects(), scenario.command, seed)
+    world = CrashWorld(schedule, scenario.objects(), scenario.command, scenario.background, seed)
     agent = scenario.agent()
     wrong: list[str] = []
     try:

@@ -30,6 +30,9 @@ DID_NOT_RUN = (
 """Beginnings of results that say: this call had no effect."""
 
 
+RUNNING = '"status":"running"'
+
+
 async def problems(world: CrashWorld, agent: AgentConfig) -> list[str]:
     """Everything that is wrong; empty when all promises were kept."""
     found = list(world.problems)
@@ -99,6 +102,8 @@ def _effects(
 
 
 def _gave(world: CrashWorld, key: str, text: str) -> bool:
+    if RUNNING in text:  # a command that has gone to the background has given nothing yet
+        return True
     return key in world.effects.asked or any(output in text for output in world.effects.outputs.get(key, ()))
 
 

@@ -15,10 +15,11 @@ from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.messages import Delta, MessageDelta
 from greenroom.runtime.operations import Operation, OperationResult
 from greenroom.runtime.ports import LlmProvider, ObjectStore
+from greenroom.runtime.storage.snapshots import Saved
 from greenroom.runtime.testing.clock import FakeClock
 from greenroom.runtime.testing.effects import Effects
 from greenroom.runtime.testing.history import strict_history
-from greenroom.runtime.testing.sandbox import FakeSandbox
+from greenroom.runtime.testing.sandbox import FakeSandbox, restored_files
 from greenroom.runtime.tools.output import to_output
 from greenroom.runtime.tools.registry import Tool
 from greenroom.runtime.tree_sandbox import SharedSandbox
@@ -34,6 +35,7 @@ class World(Protocol):
 
     objects: ObjectStore
     clock: FakeClock
+    background: Callable[[str], bool]
     effects: Effects
     problems: list[str]
 
@@ -138,16 +140,19 @@ def _gated_tool(tool: Tool, world: World) -> Tool:
 
 
 class Sandboxes:
-    """Opens sandboxes whose files are the tree's folder: they outlive the sandbox."""
+    """Opens sandboxes whose files are the tree's folder: they outlive the sandbox, unless snapshots are to stand in."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._files: dict[str, dict[str, bytes]] = {}
         self.open_ones: list[FakeSandbox] = []
 
-    async def open(self, spec: SandboxSpec, root: str, snapshot: Any = None) -> FakeSandbox:
-        sandbox = FakeSandbox(self._world.command)
-        sandbox.files = self._files.setdefault(root, sandbox.files)
+    async def open(self, spec: SandboxSpec, root: str, snapshot: Saved | None = None) -> FakeSandbox:
+        sandbox = FakeSandbox(self._world.command, background=self._world.background)
+        if spec.snapshots == "on":  # its machine is lost with it
+            sandbox.files = {} if snapshot is None else await restored_files(snapshot)
+        else:
+            sandbox.files = self._files.setdefault(root, sandbox.files)
         self.open_ones.append(sandbox)
         return sandbox
 

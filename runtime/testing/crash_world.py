@@ -52,7 +52,14 @@ class CrashWorld:
     A scenario may use: `runtime` and `session()` of the present life, `clock`, `life`, and `cancelled`.
     """
 
-    def __init__(self, schedule: Schedule, objects: ObjectStore, command: Callable[[str], str], seed: int) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        objects: ObjectStore,
+        command: Callable[[str], str],
+        background: Callable[[str], bool],
+        seed: int,
+    ) -> None:
         self.schedule = schedule
         self.objects = objects
         self.clock = FakeClock()
@@ -61,6 +68,7 @@ class CrashWorld:
         self.gates: list[Gate] = []
         self.cancelled = False
         self.problems: list[str] = []
+        self.background = background
         self._command = command
         self._seed = seed
         self._count = 0

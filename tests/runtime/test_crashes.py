@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios import SCENARIOS, both, children, effects, long_history, mixed, own, plain
+from scenarios import SCENARIOS, both, children, effects, long_history, mixed, own, plain, saved
 from scenes import bash, call, calls, results
 
 from greenroom import AgentConfig, AgentRuntime, Interrupt, Storage, ToolRegistry
 from greenroom.runtime import batch, journal, record, transitions
 from greenroom.runtime.journal import Batch, CallRecord, Outcome, Recovery
 from greenroom.runtime.messages import Message
-from greenroom.runtime.storage import MemoryObjectStore, SqliteObjectStore
+from greenroom.runtime.storage import Head, MemoryObjectStore, SqliteObjectStore
+from greenroom.runtime.tree_snapshots import TreeSnapshots
 from greenroom.testing import CrashFailure, CrashWorld, FakeSandboxes, Scenario, crash_everywhere
 
 pytestmark = pytest.mark.slow
@@ -63,11 +64,26 @@ async def does_not_wait(self: Any) -> None:
     self.save_soon()
 
 
+def covers_everything(self: Head, through: str | None) -> tuple[str, ...]:
+    """Takes every call for saved."""
+    return ()
+
+
+def saves_too_late(self: TreeSnapshots, packed: Any, watermark: Any) -> Any:
+    """Has the snapshot cover a call that comes only after it."""
+    later = {sid: f"{key.rsplit('/', 2)[0]}/{int(key.rsplit('/', 2)[1]) + 1}/0" for sid, key in watermark.items()}
+    return PUT(self, packed, later)
+
+
+PUT = TreeSnapshots.put
+LOST = next(scenario for scenario in SCENARIOS if scenario.agent is saved)
 BROKEN: list[tuple[Any, str, Any, Any, str]] = [
     (batch, "decide", always_runs, effects, "began 2 times"),
     (transitions, "close_cancelled", closes_with_a_lie, plain, "said not to have run"),
     (transitions, "results_message", swaps_results, mixed, "never gave"),
     (record.Record, "save", does_not_wait, effects, "."),
+    (Head, "uncovered", covers_everything, LOST, "are lost"),
+    (TreeSnapshots, "put", saves_too_late, LOST, "are lost"),
 ]
 
 
