@@ -382,10 +382,14 @@ class Keeper:
 
     def sweep(self) -> None:
         """Ends what a minder left behind that was itself ended by a command: nobody else would look after it."""
-        strays = [pid for pid in Processes().children.get(os.getpid(), []) if pid not in self.minders]
-        for pid in strays:
-            kill_below(pid)
-        signal_all(strays, signal.SIGKILL)
+        while True:
+            strays = [pid for pid in Processes().children.get(os.getpid(), []) if pid not in self.minders]
+            if not strays:
+                return
+            for pid in strays:
+                kill_below(pid)
+            signal_all(strays, signal.SIGKILL)
+            time.sleep(0.002)  # until they have really ended
 
     def reap(self) -> None:
         while True:

@@ -25,7 +25,8 @@ SandboxConflict SandboxDied SandboxError SandboxFenced SandboxLimits SandboxSpec
 SessionBusy SessionError SessionExists SessionInfo SessionNotFound Storage StorageError SubAgent TextBlock TextDelta
 ThinkingBlock ThinkingDelta Tool ToolCallBlock ToolCallDelta ToolContext ToolOutput ToolPolicy ToolRegistry
 ToolResultBlock ToolSpec Transcript Turn Undecided UnknownInterrupt Usage UsageError Verdict connect
-register_default_tools
+lookup_builtin_tool
+register_default_tools rooted_read_tool
 """
 
 

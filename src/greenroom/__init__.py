@@ -95,6 +95,8 @@ if TYPE_CHECKING:
     from greenroom.runtime.tools import ToolRegistry as ToolRegistry
     from greenroom.runtime.tools import ToolSpec as ToolSpec
     from greenroom.runtime.tools import register_default_tools as register_default_tools
+    from greenroom.runtime.tools.system import lookup_builtin_tool as lookup_builtin_tool
+    from greenroom.sandbox.reading import rooted_read_tool as rooted_read_tool
 
 __version__ = "0.1.0"
 
@@ -185,6 +187,8 @@ _HOME = {
     "Verdict": "runtime.calls",
     "connect": "actors.client",
     "register_default_tools": "runtime.tools",
+    "lookup_builtin_tool": "runtime.tools.system",
+    "rooted_read_tool": "sandbox.reading",
 }
 
 __all__ = [
@@ -273,7 +277,9 @@ __all__ = [
     "UsageError",
     "Verdict",
     "connect",
+    "lookup_builtin_tool",
     "register_default_tools",
+    "rooted_read_tool",
 ]
 
 
