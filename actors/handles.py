@@ -28,6 +28,9 @@ SILENCE_PAUSE = 0.5
 CALL_TIMEOUT = 60.0
 """Seconds for a short call to an actor, its process's start included."""
 
+SANDBOX_TIMEOUT = 1800.0
+"""Seconds for a sandbox to open or to close: a workspace may be fetched, or saved, on the way."""
+
 
 class ActorLost(ClusterError):
     """The actor is dead: what it ran has to be taken over."""
@@ -110,14 +113,14 @@ class SupervisorClient:
 
     async def sandbox_for(self, root: str, spec: SandboxSpec) -> SandboxInfo:
         """Raises SandboxUnavailable."""
-        return cast(SandboxInfo, await ask(self._handle.sandbox_for.remote(root, spec)))
+        return cast(SandboxInfo, await ask(self._handle.sandbox_for.remote(root, spec), SANDBOX_TIMEOUT))
 
     async def find_sandbox(self, root: str) -> SandboxInfo | None:
         return cast("SandboxInfo | None", await ask(self._handle.find_sandbox.remote(root)))
 
     async def close_sandbox(self, root: str) -> None:
         """Ends a tree's sandbox, if it is open."""
-        await ask(self._handle.close_sandbox.remote(root))
+        await ask(self._handle.close_sandbox.remote(root), SANDBOX_TIMEOUT)
 
     async def status(self) -> PoolStatus:
         return cast(PoolStatus, await ask(self._handle.status.remote()))

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from greenroom.actors.handles import ActorLost, ActorSilent, SessionActorClient, ask
+from greenroom.actors.handles import SANDBOX_TIMEOUT, ActorLost, ActorSilent, SessionActorClient, ask
 from greenroom.actors.sandbox import SandboxActor
 from greenroom.actors.session import SessionActor
 from greenroom.actors.wire import SandboxInfo
@@ -131,12 +131,10 @@ class SandboxPool:
         """The tree's sandbox, opened if it is not; `live`: roots whose trees run now. Raises SandboxUnavailable."""
         async with self._locks.setdefault(root, asyncio.Lock()):
             info = self._open.get(root)
-            answers = info is not None and await self._answers(info)
-            ours = info is not None and self._open.get(root) is info  # no other tree has taken it meanwhile
-            if info is None or not answers or not ours:
-                if info is not None and ours:
-                    del self._open[root]
-                    self._drop(info.actor)
+            if info is not None and not await self._answers(info):
+                await self._close(root)  # it sleeps, or its actor is dead
+                info = None
+            if info is None:
                 info = await self._open_new(root, spec, live)
             self._open[root] = info
             self._open.move_to_end(root)
@@ -145,15 +143,20 @@ class SandboxPool:
 
     async def close_one(self, root: str) -> None:
         """Ends a tree's sandbox, if it is open; its actor serves the next tree."""
+        async with self._locks.setdefault(root, asyncio.Lock()):
+            await self._close(root)
+
+    async def _close(self, root: str) -> None:
+        """Under the tree's lock: nobody opens it anew before all of it is saved and ended."""
         info = self._open.pop(root, None)
-        self._locks.pop(root, None)
-        if info is not None:
-            try:
-                await ask(info.actor.close.remote())
-            except (ActorLost, ActorSilent):
-                self._drop(info.actor)  # a silent one may yet run what it was to end
-                return
-            self._spare.append(info.actor)
+        if info is None:
+            return
+        try:
+            await ask(info.actor.close.remote(), SANDBOX_TIMEOUT)
+        except (ActorLost, ActorSilent):
+            self._drop(info.actor)  # a silent one may yet run what it was to end
+            return
+        self._spare.append(info.actor)
 
     async def stop(self) -> None:
         self._open.clear()
@@ -163,13 +166,13 @@ class SandboxPool:
         self._started.clear()
 
     async def _open_new(self, root: str, spec: SandboxSpec, live: frozenset[str]) -> SandboxInfo:
-        actor = self._take(live)
+        actor = await self._take(live)
         try:
-            facts = await ask(actor.open.remote(root, spec))
+            facts = await ask(actor.open.remote(root, spec), SANDBOX_TIMEOUT)
         except ActorLost:
             self._drop(actor)
             actor = self._start()
-            facts = await ask(actor.open.remote(root, spec))
+            facts = await ask(actor.open.remote(root, spec), SANDBOX_TIMEOUT)
         except ActorSilent:
             self._drop(actor)  # it may yet open what was asked for: nobody else must get it
             raise
@@ -178,12 +181,13 @@ class SandboxPool:
             raise
         return SandboxInfo(actor, facts)
 
-    def _take(self, live: frozenset[str]) -> Any:
+    async def _take(self, live: frozenset[str]) -> Any:
         """A spare actor, or that of the tree that has been idle longest, or a new one."""
         idle = [root for root in self._open if root not in live]
-        if len(idle) >= self._size:
-            self._locks.pop(idle[0], None)
-            return self._open.pop(idle[0]).actor
+        free = [root for root in idle if root not in self._locks or not self._locks[root].locked()]
+        if len(idle) >= self._size and free:
+            await self.close_one(free[0])
+            self._locks = {root: lock for root, lock in self._locks.items() if root in self._open or lock.locked()}
         return self._spare.pop() if self._spare else self._start()
 
     def _start(self) -> Any:

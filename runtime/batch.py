@@ -162,8 +162,6 @@ class BatchRun:
                 asked = asked or Asked(key)
             else:
                 self._put(call.but(outcome=made))
-                if call.runs_in == "sandbox" and call.effect != "read_only" and self.sandbox and self.sandbox.saves:
-                    self._record.head = self._record.head.with_unsaved(key, call.name)
                 self._ports.emitter.emit("tool_finished", call_key=key, is_error=made.is_error)
         return asked
 
@@ -235,7 +233,9 @@ class BatchRun:
             made = await tool.invoke(self._toolbox.arguments(tool, call), context)
         finally:
             if sandbox is not None:
-                self._record.head = self._record.head.with_jobs(sandbox.jobs).in_folder(sandbox.cwd)
+                head = self._record.head.with_jobs(sandbox.jobs).in_folder(sandbox.cwd)
+                saves = self.sandbox is not None and self.sandbox.saves
+                self._record.head = head.with_unsaved(sandbox.changed, call.name) if saves and sandbox.changed else head
         return made if isinstance(made, Interrupt) else Outcome.of(made)
 
     async def _run_spawn(self, call: CallRecord) -> Outcome:
@@ -276,7 +276,8 @@ class BatchRun:
                 await self.sandbox.fence(head.session_id, head.epoch)
                 if head.sandbox.incarnation != self.sandbox.incarnation:
                     self._moved(head, head.sandbox, self.sandbox)
-                elif self.sandbox.saves and head.unsaved:
+                head = self._record.head
+                if self.sandbox.saves and head.unsaved:
                     covered = await self.sandbox.covered(head.session_id)
                     self._record.update(unsaved=head.uncovered(covered))
         return self.sandbox
@@ -288,8 +289,12 @@ class BatchRun:
             lost = head.uncovered(sandbox.restored.get(head.session_id))
         if lost:
             self._ports.emitter.emit("notice", kind="workspace_restored", lost_calls=lost)
-        notice = workspace_restored(lost) if lost else head.notice
-        self._record.update(sandbox=before.but(incarnation=sandbox.incarnation), jobs=(), unsaved=(), notice=notice)
+        self._record.update(
+            sandbox=before.but(incarnation=sandbox.incarnation),
+            jobs=(),
+            unsaved=head.unsaved if sandbox.restored is None else (),
+            notice=workspace_restored(lost) if lost else head.notice,
+        )
 
 
 async def end_batch(record: Record, sandboxes: TreeSandboxes, children: Children, reason: str) -> None:

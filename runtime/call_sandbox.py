@@ -18,6 +18,8 @@ from greenroom.runtime.operations import (
     ReadFile,
     StartJob,
     WriteFile,
+    is_exempt,
+    is_read,
 )
 from greenroom.runtime.ports import TreeSandbox
 
@@ -28,7 +30,8 @@ class CallSandbox:
     open: answers the tree's sandbox, at the first use; timeout: seconds that a command gets unless the tool says
     otherwise, its partial output is kept; yield_after: seconds until a command that `start` began goes to the
     background, None for never; cwd: where its commands begin, None for the workspace; a command that ends elsewhere
-    changes it. `jobs`: what became of the background jobs that this call saw, by id: whether they run.
+    changes it. `changed`: key of the last operation that may have changed the workspace; `jobs`: what became of the
+    background jobs that this call saw, by id: whether they run.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class CallSandbox:
         cwd: str | None = None,
     ) -> None:
         self.cwd = cwd
+        self.changed: str | None = None
         self.jobs: dict[str, bool] = {}
         self._open = open
         self._ref = ref
@@ -105,4 +109,6 @@ class CallSandbox:
     async def _perform(self, operation: Operation) -> OperationResult:
         number, self._count = self._count, self._count + 1
         ref = self._ref if number == 0 else self._ref.later(number)
+        if not is_read(operation) and not is_exempt(operation):
+            self.changed = ref.call_key
         return await (await self._open()).perform(ref, operation)

@@ -221,7 +221,8 @@ class SandboxLimits(Value):
 class SandboxSpec(Value):
     """Which sandbox a session tree works in.
 
-    workspace: None keeps it under the home folder until the session is deleted; a path is the user's own folder.
+    workspace: None keeps it under the home folder until the session is deleted; a path is the user's own folder;
+    managed: set by the runtime when it put the path there for None.
     env: variables for its commands, beside a small fixed set; network: whether a sandbox that can deny it allows it.
     snapshots: whether the workspace is saved to the store, at every stop of the root and after every `snapshot_every`
     calls that may have changed it; auto: only where its folder may be lost with a machine.
@@ -229,6 +230,7 @@ class SandboxSpec(Value):
 
     kind: str
     workspace: str | None = None
+    managed: bool = False
     env: dict[str, str] = Field(default_factory=dict)
     network: bool = False
     snapshots: Literal["auto", "on", "off"] = "auto"

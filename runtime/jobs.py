@@ -54,11 +54,6 @@ class Jobs:
         self._count = 0
 
     @property
-    def seen(self) -> bool:
-        """Whether there are any, also such as have ended: they change the workspace at any time."""
-        return bool(self._jobs)
-
-    @property
     def running(self) -> bool:
         return any(_end_of(job.process) is None for job in self._jobs.values())
 

@@ -129,13 +129,14 @@ def call_key(session_id: str, epoch: int, step: int, index: int) -> str:
 
 
 def later_call(one: str | None, other: str) -> str:
-    """The later of two calls of one session, by their keys."""
+    """The later of two operations of one session, by their keys."""
     return other if one is None or _place_of(other) > _place_of(one) else one
 
 
 def _place_of(key: str) -> tuple[int, ...]:
-    """Epoch, step and index of a call."""
-    return tuple(int(part) for part in key.rsplit("/", 3)[1:])
+    """Epoch, step and index of a call, and which of its operations it is."""
+    call, _, number = key.partition("#")
+    return (*(int(part) for part in call.rsplit("/", 3)[1:]), int(number or 0))
 
 
 def call_digest(tool: str, arguments: dict[str, Any]) -> tuple[str, int]:

@@ -91,8 +91,8 @@ class SharedSandbox:
     """`sandbox`: the backend, already open; each instance is an incarnation of its own.
 
     snapshots: where its workspace is saved, None: nowhere; save_every: operations that may change the workspace;
-    restored: see TreeSandbox; idle: seconds without a request until it is saved and closed, None for never; job_time:
-    seconds that running jobs hold that up.
+    unsaved: whether its folder may hold what no snapshot does; restored: see TreeSandbox; idle: seconds without a
+    request until it is saved and closed, None for never; job_time: seconds that running jobs hold that up.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class SharedSandbox:
         incarnation: str | None = None,
         snapshots: TreeSnapshots | None = None,
         save_every: int = 10,
+        unsaved: bool = False,
         restored: Mapping[str, str] | None = None,
         idle: float | None = None,
         job_time: float = 0.0,
@@ -114,7 +115,8 @@ class SharedSandbox:
         self._clock = clock or SystemClock()
         self._snapshots = snapshots
         self._save_every = save_every
-        self._unsaved = 0  # operations since the last snapshot that may have changed the workspace
+        self._unsaved = int(unsaved)  # operations since the last snapshot that may have changed the workspace
+        self._used = unsaved  # whether there ever was one: what it left behind may go on changing it
         self._watermark = {} if snapshots is None else dict(snapshots.head.watermark)
         self._saving = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
@@ -175,7 +177,7 @@ class SharedSandbox:
             return await asyncio.shield(entry.task)
         except asyncio.CancelledError:
             if entry.waiters == 1 and not entry.task.done():
-                await self._end(ref.call_key, entry)
+                await self._end_entry(ref.call_key, entry)
             raise
         finally:
             entry.waiters -= 1
@@ -185,7 +187,7 @@ class SharedSandbox:
         self._check_epoch(ref.session_id, ref.epoch)
         self._note_ended(f"{ref.call_key}#*")
         mine = [(key, entry) for key, entry in self._ledger.entries.items() if key.partition("#")[0] == ref.call_key]
-        await asyncio.gather(*(self._end(key, entry) for key, entry in mine))
+        await asyncio.gather(*(self._end_entry(key, entry) for key, entry in mine))
 
     async def end_operation(self, ref: CallRef) -> None:
         """Ends this one operation, also before it has arrived; the call may go on with others."""
@@ -193,7 +195,7 @@ class SharedSandbox:
         self._note_ended(ref.call_key)
         entry = self._ledger.entries.get(ref.call_key)
         if entry is not None:
-            await self._end(ref.call_key, entry)
+            await self._end_entry(ref.call_key, entry)
 
     def _note_ended(self, key: str) -> None:
         self._ended[key] = None
@@ -204,22 +206,24 @@ class SharedSandbox:
         """Ends all operations and the sandbox itself; what no snapshot holds yet is saved first, if that works."""
         self._closed = True
         self._forget_alarm()
-        await asyncio.gather(*(self._end(key, entry) for key, entry in list(self._ledger.entries.items())))
+        await asyncio.gather(*(self._end_entry(key, entry) for key, entry in list(self._ledger.entries.items())))
         if self._sandbox.alive:
             await self.save()
         await self._sandbox.close()
-        await asyncio.gather(*self._background)
+        await asyncio.gather(*(task for task in self._background if task is not asyncio.current_task()))
 
     async def save(self) -> None:
         """Saves the workspace if it may have changed; what goes wrong is logged and tried again the next time."""
         async with self._saving:
-            if self._snapshots is None or not (self._unsaved or self._jobs.seen):
+            if self._snapshots is None or not self._used:
                 return
             before = self._unsaved
             try:
                 await self._save(self._snapshots)
-            except (Fenced, Deleted, Conflict):
-                self._closed = True  # another sandbox has the tree, or the tree is gone
+            except (Fenced, Deleted, Conflict):  # another sandbox has the tree, or the tree is gone
+                if not self._closed:
+                    self._closed = True
+                    self._go_on(self._end())
             except (StorageError, SandboxError, OSError) as error:
                 self._unsaved += before
                 log.warning("the workspace of %s was not saved: %s", self._snapshots.head.root, error)
@@ -241,8 +245,8 @@ class SharedSandbox:
     def _changed(self, session_id: str, key: str) -> None:
         """An operation that may have changed the workspace is over."""
         self._unsaved += 1
-        call = key.partition("#")[0]
-        self._watermark[session_id] = later_call(self._watermark.get(session_id), call)
+        self._used = True
+        self._watermark[session_id] = later_call(self._watermark.get(session_id), key)
         if self._snapshots is not None and self._unsaved >= self._save_every and not self._saving.locked():
             self._go_on(self.save())
 
@@ -269,11 +273,18 @@ class SharedSandbox:
             return
         self._closed = True
         asleep = await self._jobs.put_to_sleep()
-        with contextlib.suppress(StorageError):
-            if self._snapshots is not None:
-                await self._snapshots.put_to_sleep(asleep)
+        if self._snapshots is not None:
+            with contextlib.suppress(StorageError):
+                async with self._saving:
+                    await self._snapshots.put_to_sleep(asleep)
         if self._sandbox.alive:
             await self.save()
+        await self._sandbox.close()
+
+    async def _end(self) -> None:
+        """It has lost its tree: nothing of it goes on beside whoever has it now."""
+        self._forget_alarm()
+        await asyncio.gather(*(self._end_entry(key, entry) for key, entry in list(self._ledger.entries.items())))
         await self._sandbox.close()
 
     @property
@@ -323,7 +334,7 @@ class SharedSandbox:
                 return await self._jobs.kill(id, key)
         raise AssertionError(f"{operation} is no look at a job")
 
-    async def _end(self, key: str, entry: _Entry) -> None:
+    async def _end_entry(self, key: str, entry: _Entry) -> None:
         if not entry.ending:  # once: a second one would cut the ending itself short
             entry.ending = True
             entry.task.cancel()

@@ -7,7 +7,7 @@ save nothing any more. A snapshot counts from the moment the head names it; what
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from greenroom.runtime.errors import AlreadyExists, Conflict, Deleted, Fenced
@@ -34,23 +34,24 @@ class TreeSnapshots:
     objects: SnapshotStore = field(init=False)
     _count: int = 0
     _swept: bool = False
+    _unsure: bool = False
 
     def __post_init__(self) -> None:
         self.objects = SnapshotStore(self.store, self.head.root)
 
     @classmethod
-    async def take_over(
-        cls, store: SessionStore, root: str, incarnation: str, announce: Callable[[str | None], None]
-    ) -> TreeSnapshots:
-        """`announce` is told who has the head, before it is taken. Raises Deleted, or another StorageError."""
+    async def take_over(cls, store: SessionStore, root: str) -> TreeSnapshots:
+        """Fences every earlier sandbox of the tree; `claim` it when this one is open. Raises Deleted, StorageError.
+
+        Until then the head names the one before: it is its folder that a next attempt looks for.
+        """
         for attempt in range(TAKE_OVER_ATTEMPTS):
             found = await store.read_sandbox(root)
             old, etag = found if found is not None else (SandboxHead(root=root, write_id=""), None)
-            announce(old.owner)
-            head = old.but(epoch=old.epoch + 1, owner=incarnation, write_id=uuid.uuid4().hex)
+            head = old.but(epoch=old.epoch + 1, write_id=uuid.uuid4().hex)
             try:
                 etag = await store.save_sandbox(head, etag)
-            except (Conflict, AlreadyExists):
+            except (Conflict, Fenced, AlreadyExists):
                 if attempt == TAKE_OVER_ATTEMPTS - 1:
                     raise
                 continue
@@ -58,6 +59,10 @@ class TreeSnapshots:
             saved = None if old.snapshot is None else Saved(objects, await objects.get(old.snapshot))
             return cls(store, head, etag, saved, old.owner)
         raise AssertionError("the last attempt returns or raises")
+
+    async def claim(self, incarnation: str) -> None:
+        """This sandbox has the tree, and its folder is the newest. Raises Fenced, Deleted."""
+        await self._write(owner=incarnation)
 
     def new_name(self) -> str:
         """A name that no other snapshot has; it begins with the epoch of whoever made it."""
@@ -69,6 +74,8 @@ class TreeSnapshots:
 
         Raises Fenced or Deleted when another sandbox has the tree, or nobody any more.
         """
+        if self._unsure:
+            await self._look_again()
         before = set() if self.saved is None else self.saved.snapshot.objects
         snapshot = await packed.put(self.objects)
         try:
@@ -94,9 +101,25 @@ class TreeSnapshots:
             await self._write(jobs=dict(list(asleep.items())[-KEPT_JOBS:]))
 
     async def _write(self, **changed: object) -> None:
+        """Changes the head; after a write of which nobody knows what became, what stands there counts first."""
+        if self._unsure:
+            await self._look_again()
         head = self.head.but(**changed, write_id=uuid.uuid4().hex)
+        self._unsure = True
         self.etag = await self.store.save_sandbox(head, self.etag)
-        self.head = head
+        self.head, self._unsure = head, False
+
+    async def _look_again(self) -> None:
+        found = await self.store.read_sandbox(self.head.root)
+        if found is None:
+            raise Deleted(f"the tree {self.head.root!r} was deleted")
+        if found[0].epoch != self.head.epoch:
+            raise Fenced(f"another sandbox has the tree {self.head.root!r}")
+        self.head, self.etag = found  # only this sandbox writes at its epoch
+        name = self.head.snapshot
+        if name is not None and (self.saved is None or self.saved.snapshot.name != name):
+            self.saved = Saved(self.objects, await self.objects.get(name))
+        self._unsure = False
 
 
 def _epoch_of(name: str) -> int:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from greenroom.runtime.calls import ExecResult, SandboxSpec
@@ -20,7 +21,7 @@ from greenroom.runtime.storage.snapshots import Saved
 from greenroom.sandbox.command import Command, run_to_end
 from greenroom.sandbox.paths import RootedFiles
 from greenroom.sandbox.process import Keeper, Launch
-from greenroom.sandbox.saving import Packed, load, pack_folder
+from greenroom.sandbox.saving import Packed, load, pack_folder, roomy, to_its_end
 from greenroom.sandbox.workspace import Archive, copy
 
 
@@ -85,10 +86,13 @@ class FolderSandbox:
             self._known = None, Archive()
         elif self._known[0] != base.snapshot.name:
             self._known = base.snapshot.name, await load(base)
-        limit, near = self._spec.limits.snapshot_bytes, self.workspace.parent
+        known = self._known[1]
+        if self._keeper.busy:
+            known.seen = {}  # a page of a file that is mapped can change without its times telling
+        limit, near = self._spec.limits.snapshot_bytes, roomy(self.workspace)
         async with self._keeper.stopped():
             with self._files.folder() as fd:
-                packed = await asyncio.to_thread(pack_folder, fd, self._known[1], snapshot, name, limit, near)
+                packed = await to_its_end(pack_folder, fd, known, snapshot, name, limit, near)
         if packed is not None:
             self._known = name, packed.archive
         return packed
@@ -102,11 +106,11 @@ class FolderSandbox:
         try:
             async with self._keeper.stopped():
                 with self._files.folder() as source:
-                    await asyncio.to_thread(copy, source, target, owner)
+                    await to_its_end(copy, source, target, owner)
             if owner is not None:
                 os.fchown(target, *owner)
         except BaseException:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await to_its_end(partial(shutil.rmtree, folder, ignore_errors=True))
             raise
         finally:
             os.close(target)

@@ -332,7 +332,7 @@ class Keeper:
         """A file that the owner fills and commands can read; in the sandbox's own room, where it has one."""
         path = f"/tmp/output-{command}-{os.urandom(4).hex()}.txt"
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError:
             send(self.sock, {"spilled": command, "path": None})
             return

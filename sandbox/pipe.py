@@ -12,6 +12,9 @@ from greenroom.sandbox.output import OutputBuffer
 PIECE = 1 << 16
 """Bytes that are read at once."""
 
+LAST_PIECES = 16
+"""That are still read when a command has exited: as much as a pipe may hold."""
+
 NOWHERE_INTERVAL = 0.1
 """Seconds between two reads of what a child puts out that its command left behind."""
 
@@ -55,10 +58,24 @@ class OutputPipe:
 
     def leave(self, over: Callable[[], bool]) -> None:
         """Nobody wants more of it; but a child that goes on must not be stopped by a full pipe, until all is over."""
-        if not self.closed and not self._left:
-            self._left = True
-            self._loop.remove_reader(self._fd)
-            self._read_to_nowhere(over)
+        if self.closed or self._left:
+            return
+        self._left = True
+        self._loop.remove_reader(self._fd)
+        for _ in range(LAST_PIECES):  # what was there before counts: perhaps it had to wait for the file
+            try:
+                data = os.read(self._fd, PIECE)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                return
+            self._buffer.add(data)
+            if self._file is not None:
+                self._write(data)
+        self._read_to_nowhere(over)
 
     @property
     def closed(self) -> bool:
@@ -87,13 +104,13 @@ class OutputPipe:
             self.close()
             return
         self._buffer.add(data)
-        if self._file is None and self._file_room and self._buffer.total > self._kept:
+        if self._file is not None:
+            self._write(data)
+        elif self._file_room and self._buffer.total > self._kept:
             self._loop.remove_reader(self._fd)  # all of it is still there, and waits for the file
             self._ask_for_file(self)
             return
         self.news.set()
-        if self._file is not None:
-            self._write(data)
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None, "only then it is written"

@@ -136,6 +136,11 @@ class Keeper:
     def alive(self) -> bool:
         return self._alive
 
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs, also such as a command has left behind."""
+        return bool(self._commands)
+
     def run(
         self,
         command: str,
@@ -266,7 +271,8 @@ class Keeper:
                 return
             try:
                 self._handle(json.loads(data), descriptors)
-            except (ValueError, TypeError, AttributeError, RecursionError):  # no keeper of ours speaks so
+            except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
+                # no keeper of ours speaks so
                 self._lost()
                 return
             finally:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
 from greenroom.runtime.errors import SandboxError
 from greenroom.runtime.storage.snapshots import PART_BYTES, Part, Saved, Snapshot, SnapshotStore, Stream
-from greenroom.sandbox.workspace import Archive, decode_index, encode_index, pack, unpack
+from greenroom.runtime.workspace import RESTORING
+from greenroom.sandbox.workspace import Archive, copy, decode_index, encode_index, pack, unpack
+
+T = TypeVar("T")
 
 MAX_STREAMS = 16
 """Snapshots that one may be made of; the next one holds everything again."""
@@ -106,26 +111,26 @@ async def restore(saved: Saved, workspace: Path, owner: tuple[int, int] | None, 
             f"the snapshot {snapshot.name} has {archive.size} bytes, more than {limit}",
             hint="Raise SandboxLimits.snapshot_bytes",
         )
-    parent = workspace.parent
-    staged = parent / f".{workspace.name}.restoring-{secrets.token_hex(4)}"
-    await asyncio.to_thread(_make_room, parent, workspace.name, staged)
+    workspace = workspace.resolve()
+    near = roomy(workspace)
+    staged = near / f".{workspace.name}.restoring-{secrets.token_hex(4)}"
     try:
+        await to_its_end(_make_room, near, workspace, staged)
         with ExitStack() as stack:
             streams: dict[str, tuple[IO[bytes], int]] = {}
             for stream in snapshot.streams:
-                file = stack.enter_context(tempfile.TemporaryFile(dir=parent))
+                file = stack.enter_context(tempfile.TemporaryFile(dir=near))
                 await _fetch(store.read(stream), file)
                 streams[stream.name] = (file, stream.size)
             fd = os.open(staged, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             stack.callback(os.close, fd)
-            await asyncio.to_thread(unpack, index, streams, fd, owner)
+            await to_its_end(unpack, index, streams, fd, owner)
             if owner is not None:
                 os.fchown(fd, *owner)
             os.fchmod(fd, 0o755)
-        await asyncio.to_thread(_take_place, staged, workspace)
-    except BaseException:
-        await asyncio.to_thread(shutil.rmtree, staged, ignore_errors=True)
-        raise
+        await to_its_end(_take_place, staged, workspace, owner)
+    finally:
+        await to_its_end(partial(shutil.rmtree, staged, ignore_errors=True))
     return archive
 
 
@@ -135,29 +140,72 @@ async def load(saved: Saved) -> Archive:
     return Archive(index=index, size=saved.snapshot.size)
 
 
+async def to_its_end(work: Callable[..., T], *args: Any) -> T:
+    """Runs it in a thread; who is cancelled waits for its end first: it works on descriptors that are closed after."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not running.cancelled():
+            running.exception()  # looked at
+        raise cancelled
+    return running.result()
+
+
 async def _fetch(pieces: AsyncIterable[bytes], file: IO[bytes]) -> None:
     async for piece in pieces:
         await asyncio.to_thread(file.write, piece)
     file.seek(0)
 
 
-def _make_room(parent: Path, name: str, staged: Path) -> None:
+def roomy(workspace: Path) -> Path:
+    """A folder for what is packed or unpacked on the way: beside the workspace if that works: so it can move in."""
+    beside = workspace.parent
+    with contextlib.suppress(OSError):
+        beside.mkdir(parents=True, exist_ok=True)
+    return beside if os.access(beside, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def _make_room(near: Path, workspace: Path, staged: Path) -> None:
     """Makes the folder to restore into; what a restore that never ended has left is removed."""
-    parent.mkdir(parents=True, exist_ok=True)
-    for left in parent.iterdir():
-        if left.name.startswith(f".{name}.restoring-"):
+    for left in near.iterdir():
+        if left.name.startswith(f".{workspace.name}.restoring-"):
             shutil.rmtree(left, ignore_errors=True)
     staged.mkdir(mode=0o700)
 
 
-def _take_place(staged: Path, workspace: Path) -> None:
-    if workspace.is_dir():
-        old = staged.with_name(f"{staged.name}-old")
-        workspace.rename(old)
+def _take_place(staged: Path, workspace: Path, owner: tuple[int, int] | None) -> None:
+    """Puts the restored folder in the workspace's place; a mount point cannot be replaced, and is filled instead."""
+    old = staged.with_name(f"{staged.name}-old")
+    try:
+        if workspace.is_dir():
+            workspace.rename(old)
         staged.rename(workspace)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        staged.rename(workspace)
+    except OSError:
+        if old.is_dir() and not workspace.exists():
+            old.rename(workspace)
+        _fill(staged, workspace, owner)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _fill(staged: Path, workspace: Path, owner: tuple[int, int] | None) -> None:
+    """A mark stands in the folder until all of it is there: half of it is never taken for the whole."""
+    mark = workspace / RESTORING
+    mark.touch()
+    for left in workspace.iterdir():
+        if left != mark:
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    source, target = (os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in (staged, workspace))
+    try:
+        copy(source, target, owner)
+    finally:
+        os.close(source)
+        os.close(target)
+    mark.unlink()
 
 
 def _streams(snapshot: Snapshot | None) -> tuple[Stream, ...]:

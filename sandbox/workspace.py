@@ -34,6 +34,9 @@ MAX_DEPTH = 200
 MAX_PATH = 4000
 """Bytes of a path below the folder; the kernel takes no longer one at once than 4096."""
 
+MAX_PATH_BYTES = 128 * 1024 * 1024
+"""Bytes of all paths and link targets together: so long an index is kept in memory."""
+
 MAX_INDEX_BYTES = 1 << 30
 LEVEL = 3
 """Of zstd: beyond it the time doubles for a few percent."""
@@ -102,6 +105,8 @@ def decode_index(body: bytes) -> Index:
     try:
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
             text = reader.read(MAX_INDEX_BYTES)
+        if len(text) == MAX_INDEX_BYTES:
+            raise damaged(f"an index of more than {MAX_INDEX_BYTES} bytes")
         for line in text.decode().splitlines():
             path, kind, mode, mtime_ns, size, content, stream = json.loads(line)
             entry = Entry(str(kind), int(mode), int(mtime_ns), int(size), str(content), str(stream))
@@ -119,7 +124,7 @@ def _check(path: str, entry: Entry, index: Index) -> None:
     if path in index or (above and (above not in index or index[above].kind != "d")):
         raise damaged(f"{path!r} is there twice, or in no folder")
     bad_link = entry.kind == "l" and ("\0" in entry.content or not entry.content)
-    if entry.kind not in ("d", "f", "l") or entry.size < 0 or entry.mtime_ns < 0 or bad_link:
+    if entry.kind not in ("d", "f", "l") or entry.size < 0 or bad_link:
         raise damaged(f"the entry {path!r}")
     if len(index) >= MAX_ENTRIES:
         raise damaged(f"more than {MAX_ENTRIES} entries")
@@ -155,6 +160,7 @@ class _Packing:
         self._out = out
         self._stream = stream
         self._limit = limit
+        self._path_bytes = 0
         self._began = time.time_ns()
 
     def add(self, path: str, parent: int, name: str, info: os.stat_result) -> None:
@@ -174,8 +180,12 @@ class _Packing:
             self._made.skipped += 1
             return
         self._made.index[path] = entry
-        if len(self._made.index) > MAX_ENTRIES:
-            raise SandboxError(f"the workspace has more than {MAX_ENTRIES} entries", hint="Remove some")
+        self._path_bytes += len(path) + (len(entry.content) if entry.kind == "l" else 0)
+        if len(self._made.index) > MAX_ENTRIES or self._path_bytes > MAX_PATH_BYTES:
+            raise SandboxError(
+                f"the workspace has more than {MAX_ENTRIES} entries, or paths of more than {MAX_PATH_BYTES} bytes",
+                hint="Remove some, or put them into an archive",
+            )
 
     def _file(self, path: str, fd: int) -> Entry | None:
         """The file's entry, its content in the archive unless it lies in an earlier one."""

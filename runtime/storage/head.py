@@ -171,13 +171,13 @@ class Head(Value):
         fresh = tuple(id for id, runs in seen.items() if runs and id not in kept)
         return self.but(jobs=(*kept, *fresh)[-MAX_JOBS:])
 
-    def with_unsaved(self, call_key: str, tool: str) -> Head:
-        """The head after a call that may have changed the workspace, which is saved now and then."""
-        entry = f"{call_key.removeprefix(f'{self.session_id}/')} {tool}"
+    def with_unsaved(self, key: str, tool: str) -> Head:
+        """The head after an operation that may have changed the workspace, which is saved now and then."""
+        entry = f"{key.removeprefix(f'{self.session_id}/')} {tool}"
         return self.but(unsaved=(*self.unsaved, entry)[-MAX_UNSAVED:])
 
     def uncovered(self, through: str | None) -> tuple[str, ...]:
-        """Those of `unsaved` that came after this call, the last one that a snapshot covers; None: no snapshot."""
+        """Those of `unsaved` that came after this operation, the last that a snapshot covers; None: no snapshot."""
         if through is None:
             return self.unsaved
         keys = {entry: f"{self.session_id}/{entry.partition(' ')[0]}" for entry in self.unsaved}

@@ -126,6 +126,8 @@ def test_modes_times_and_names_that_are_no_text(source: Folder, target: Folder) 
     (source.path / "secret").write_bytes(b"s")
     (source.path / "secret").chmod(0o600)
     os.utime(source.path / "secret", ns=(1, 1_234_567_890_123_456_789))
+    (source.path / "old").write_bytes(b"from before 1970")
+    os.utime(source.path / "old", ns=(-5, -315_619_200_000_000_001))
     Path(os.fsdecode(os.fsencode(source.path) + b"/\xff\xfe")).write_bytes(b"odd")
     (source.path / "a\nb").write_bytes(b"line")
     (source.path / ("n" * 200)).mkdir()
@@ -242,6 +244,24 @@ def test_too_many_bytes_or_entries_are_refused(source: Folder, monkeypatch: pyte
     (source.path / "c").touch()
     with pytest.raises(SandboxError, match="more than 1 entries"):
         packed(source)
+
+
+def test_paths_of_too_many_bytes_are_refused(source: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "MAX_PATH_BYTES", 500)
+    for number in range(6):
+        (source.path / f"{number}{'n' * 99}").touch()
+    with pytest.raises(SandboxError, match="paths of more than 500 bytes"):
+        packed(source)
+
+
+def test_an_index_that_is_too_long_is_never_cut(source: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(50):
+        (source.path / f"f{number}").touch()
+    body = encode_index(packed(source)[0].index)
+    for bound in (100, 1000, 4000):
+        monkeypatch.setattr(workspace, "MAX_INDEX_BYTES", bound)
+        with pytest.raises(SandboxError, match="damaged"):
+            decode_index(body)
 
 
 def test_a_file_with_a_hole_of_a_terabyte_is_refused_before_it_is_read(source: Folder) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ from greenroom.runtime.storage import MemoryObjectStore, SessionStore
 from greenroom.runtime.storage.snapshots import Saved, SnapshotStore
 from greenroom.sandbox.factory import ShippedSandboxes
 from greenroom.sandbox.folder import FolderSandbox
+from greenroom.sandbox.saving import restore
 
 pytestmark = pytest.mark.slow
 
@@ -215,6 +218,48 @@ async def test_a_damaged_part_leaves_the_folder_as_it_is(opens: Opens, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"], "nothing half-made is left"
 
 
+async def test_a_folder_that_cannot_be_replaced_is_filled(
+    opens: Opens, store: SnapshotStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point, say; and one that is a link stays a link."""
+    one = await opens("one")
+    await one.execute("mkdir d; echo x > d/f; ln -s d/f l")
+    saved = await save(one, store, "s1")
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name == "two" or target.name == "two":
+            raise OSError(errno.EBUSY, "busy")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    (tmp_path / "two").mkdir()
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "two", 65534, 65534)
+    (tmp_path / "link").symlink_to("two")
+    two = await opens("link", saved)
+    assert (await two.execute(LOOK)).output == (await one.execute(LOOK)).output
+    assert (await two.execute("touch mine")).ok
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "one", "two"]
+    assert (tmp_path / "link").is_symlink()
+
+
+async def test_one_who_is_cancelled_waits_for_the_thread_that_works_for_him(
+    opens: Opens, store: SnapshotStore, tmp_path: Path
+) -> None:
+    one = await opens("one")
+    await one.execute("for i in $(seq 2000); do echo $i > f$i; done")
+    saved = await save(one, store, "s1")
+    assert saved is not None
+    for number in range(6):
+        opening = asyncio.ensure_future(restore(saved, tmp_path / "two", None, 1 << 30))
+        await asyncio.sleep(0.01 * number)
+        opening.cancel()
+        await asyncio.wait([opening])
+        left = [path.name for path in tmp_path.iterdir() if path.name.startswith(".two")]
+        assert left == [], "its folder is gone, and nothing writes there any more"
+
+
 # -- a whole runtime
 
 
@@ -247,7 +292,7 @@ from greenroom.runtime.open_tree import open_tree
 from greenroom.runtime.operations import Execute
 from greenroom.sandbox.factory import ShippedSandboxes
 async def main():
-    spec = SandboxSpec(kind=sys.argv[1], snapshots="on", workspace=sys.argv[2])
+    spec = SandboxSpec(kind=sys.argv[1], snapshots="on", workspace=sys.argv[2], managed=True)
     tree = await open_tree(ShippedSandboxes(), spec, "r", Storage.open(sys.argv[3]), SystemClock(), auto=False)
     number = 0
     print("ready", flush=True)
@@ -284,7 +329,7 @@ async def test_an_owner_that_is_killed_while_it_saves_leaves_a_whole_snapshot(tm
         workspace = tmp_path / "workspaces" / "r"
         await asyncio.to_thread(killed_while_it_saves, workspace, storage, 0.5 + chance.random())
         await gone(workspace)
-        spec = SandboxSpec(kind="host", snapshots="on", workspace=str(workspace))
+        spec = SandboxSpec(kind="host", snapshots="on", workspace=str(workspace), managed=True)
         tree = await open_tree(ShippedSandboxes(), spec, "r", Storage.open(storage), SystemClock(), auto=False)
         await tree.close()
         numbers = {path.name: int(path.read_text()) for path in workspace.iterdir()}
