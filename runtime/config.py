@@ -21,6 +21,7 @@ from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.ports import LlmProvider, ToolPolicy
 from greenroom.runtime.providers import provider_from_string
+from greenroom.runtime.rules import ToolPolicy as RuleSet
 from greenroom.runtime.tools.registry import Tool, ToolRegistry
 
 SANDBOX_KINDS = ("host", "bubblewrap")
@@ -171,6 +172,8 @@ class AgentConfig:
             sandbox = fields.get("sandbox")
             host = sandbox == "host" or (isinstance(sandbox, SandboxSpec) and sandbox.kind == "host")
             fields["tools"] = _tools_from_list(fields["tools"], host=host)
+        if "policy" in fields:
+            fields["policy"] = _policy_from(fields["policy"], folder)
         if "subagents" in fields:
             fields["subagents"] = _subagents_from_mapping(fields["subagents"], folder)
         return cls(**fields)
@@ -235,6 +238,18 @@ def _tools_from_list(entries: Any, *, host: bool) -> list[Tool]:
         else:
             raise ConfigError(f"{entry} is a {type(found).__name__}", hint="Name a ToolRegistry, a Tool or a function")
     return tools
+
+
+def _policy_from(entry: Any, folder: Path) -> ToolPolicy | None:
+    """Rules as they stand, the path of a YAML file with them, or module:attribute of a policy."""
+    if entry is None or isinstance(entry, list):
+        return None if entry is None else RuleSet.rules(entry)
+    if isinstance(entry, str) and entry.endswith((".yaml", ".yml")):
+        return RuleSet.rules(folder / entry)
+    if isinstance(entry, str):
+        found: ToolPolicy = load_attribute(entry)
+        return found
+    raise ConfigError("policy is neither rules nor a name", hint="Give a list of rules, a file, or module:attribute")
 
 
 def _subagents_from_mapping(document: Any, folder: Path) -> dict[str, SubAgent]:

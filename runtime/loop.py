@@ -14,7 +14,7 @@ from greenroom.runtime.calls import ModelRequest
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.errors import ClusterError, SandboxError
-from greenroom.runtime.journal import NOT_RUN_REPLY_CUT, placeholder_results
+from greenroom.runtime.journal import NOT_RUN_REPLY_CUT, Batch, placeholder_results
 from greenroom.runtime.machine import (
     BackOff,
     Broke,
@@ -172,10 +172,19 @@ class Loop:
         assert head.batch is not None, "a batch runs only while one is open"
         try:
             async with cut_off_by(self._ports.cancel) as cut:
-                self._record.update(batch=await judged(head.batch, self._agent.policy, head.session_id))
+                batch = await judged(head.batch, self._agent.policy, head.session_id)
+                self._tell_verdicts(head.batch, batch)
+                self._record.update(batch=batch)
         except BrokenPolicy as error:
             return Broke(Failure(kind=FailureKind.middleware, message=str(error), retryable=False))
         return await self._cancel_seen() if cut.happened else None
+
+    def _tell_verdicts(self, before: Batch, after: Batch) -> None:
+        """For whoever keeps an eye on what agents may do: every call that was judged just now."""
+        judged_now = [] if before.judged else [call.key for call in before.open_calls]
+        for key in judged_now:
+            call = after.call(key)
+            self._ports.emitter.emit("notice", kind="policy", call_key=key, tool=call.name, decision=call.verdict)
 
     async def _cancel_seen(self, text: str | None = None, *, called: bool = False) -> CancelSeen:
         reason = self._ports.cancel.reason

@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     from greenroom.runtime.messages import ToolCallDelta as ToolCallDelta
     from greenroom.runtime.messages import ToolResultBlock as ToolResultBlock
     from greenroom.runtime.messages import Usage as Usage
-    from greenroom.runtime.ports import ToolPolicy as ToolPolicy
     from greenroom.runtime.protocols import Runtime as Runtime
     from greenroom.runtime.protocols import Session as Session
     from greenroom.runtime.providers import Anthropic as Anthropic
@@ -90,6 +89,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.results import SessionInfo as SessionInfo
     from greenroom.runtime.results import Transcript as Transcript
     from greenroom.runtime.results import Turn as Turn
+    from greenroom.runtime.rules import ToolPolicy as ToolPolicy
     from greenroom.runtime.storage import Storage as Storage
     from greenroom.runtime.tools import Tool as Tool
     from greenroom.runtime.tools import ToolRegistry as ToolRegistry
@@ -174,7 +174,7 @@ _HOME = {
     "ToolCallDelta": "runtime.messages",
     "ToolContext": "runtime.calls",
     "ToolOutput": "runtime.calls",
-    "ToolPolicy": "runtime.ports",
+    "ToolPolicy": "runtime.rules",
     "ToolRegistry": "runtime.tools",
     "ToolResultBlock": "runtime.messages",
     "ToolSpec": "runtime.tools",
