@@ -28,7 +28,9 @@ from greenroom.runtime.providers.anthropic import Anthropic
 from greenroom.runtime.providers.endpoint import Endpoint
 from greenroom.runtime.providers.openai import OpenAICompatible
 from greenroom.runtime.providers.scripted import Scripted
+from greenroom.runtime.skills import SkillManager
 from greenroom.runtime.tools.builtin import YIELD_AFTER, builtin_tool
+from greenroom.runtime.tools.read_skill import READ_SKILL
 from greenroom.runtime.tools.registry import Tool, ToolRegistry, ToolSpec
 
 _ENDPOINTS: dict[type[Any], str] = {OpenAICompatible: "openai", Anthropic: "anthropic"}
@@ -107,7 +109,8 @@ class _Packer:
             "system_prompt": agent.system_prompt,
             "temperature": agent.temperature,
             "max_tokens": agent.max_tokens,
-            "tools": [self._tool(tool, agent.name) for tool in agent.registry],
+            "tools": [self._tool(tool, agent.name) for tool in agent.registry if tool.builtin != READ_SKILL],
+            "skills": agent.skill_manager.to_json(),
             "subagents": {
                 name: {
                     "agent": "self" if sub.agent == "self" else self._agent(sub.agent),
@@ -210,6 +213,7 @@ class _Unpacker:
             sandbox=None if spec is None else SandboxSpec.model_validate(spec),
             limits=Limits.model_validate(document["limits"]),
             durability=document["durability"],
+            skills=SkillManager.from_json(document.get("skills", ())),
             policy=None if document.get("policy") is None else self._part(document["policy"]),
         )
         # Packed again, here or in another process, it is the same agent under the same digest.

@@ -22,10 +22,12 @@ from greenroom.runtime.limits import Limits
 from greenroom.runtime.ports import LlmProvider, ToolPolicy
 from greenroom.runtime.providers import provider_from_string
 from greenroom.runtime.rules import ToolPolicy as RuleSet
+from greenroom.runtime.skills import SkillError, SkillManager
+from greenroom.runtime.tools.read_skill import READ_SKILL, read_skill_tool
 from greenroom.runtime.tools.registry import Tool, ToolRegistry
 
 SANDBOX_KINDS = ("host", "bubblewrap")
-NOT_YET = ("skills", "middleware", "compactor")
+NOT_YET = ("middleware", "compactor")
 """Fields of the API that this version refuses instead of ignoring."""
 
 
@@ -63,7 +65,7 @@ class AgentConfig:
     durability: Literal["effects", "step"] = "effects"
     capture_content: Literal["none"] = "none"
     fallbacks: Iterable[LlmProvider | str] = ()
-    skills: Iterable[Any] = ()
+    skills: Iterable[str | Path] | SkillManager = ()
     middleware: Iterable[Any] = ()
     policy: ToolPolicy | None = None
     compactor: Any = None
@@ -85,9 +87,25 @@ class AgentConfig:
             raise ConfigError(f"agent {self.name!r}: the policy {self.policy!r} has no `judge`", hint="See ToolPolicy")
         self._set("provider", self._checked_provider(self.provider))
         self._set("fallbacks", tuple(map(self._checked_provider, self.fallbacks)))
-        self._set("tools", ToolRegistry(self.tools))
+        self._set("skills", self._checked_skills())
+        self._set("tools", self._checked_tools())
         self._set("sandbox", self._checked_sandbox())
         self._set("subagents", self._checked_subagents())
+
+    def _checked_skills(self) -> SkillManager:
+        if isinstance(self.skills, SkillManager):
+            return self.skills
+        try:
+            return SkillManager.discover_dirs(self.skills)
+        except SkillError as error:
+            raise ConfigError(f"agent {self.name!r}: {error.message}", hint=error.hint) from error
+
+    def _checked_tools(self) -> ToolRegistry:
+        """The agent's tools, and readSkill where there are skills."""
+        tools = ToolRegistry(tool for tool in self.tools if tool.builtin != READ_SKILL)
+        if self.skill_manager:
+            tools.add_tool(read_skill_tool(self.skill_manager))
+        return tools
 
     # What the fields are once they have been checked; the constructor takes more.
 
@@ -101,6 +119,16 @@ class AgentConfig:
         """The provider and its fallbacks, in the order they are tried."""
         others = [provider for provider in self.fallbacks if not isinstance(provider, str)]
         return (self.llm, *others)
+
+    @property
+    def skill_manager(self) -> SkillManager:
+        assert isinstance(self.skills, SkillManager)
+        return self.skills
+
+    @property
+    def instructions(self) -> str | None:
+        """The system prompt with the index of skills."""
+        return "\n\n".join(part for part in (self.system_prompt, self.skill_manager.index()) if part) or None
 
     @property
     def registry(self) -> ToolRegistry:
@@ -172,6 +200,10 @@ class AgentConfig:
             sandbox = fields.get("sandbox")
             host = sandbox == "host" or (isinstance(sandbox, SandboxSpec) and sandbox.kind == "host")
             fields["tools"] = _tools_from_list(fields["tools"], host=host)
+        if "skills" in fields:
+            if not isinstance(fields["skills"], list):
+                raise ConfigError("skills is no list", hint="Write the folders, as in - ./skills")
+            fields["skills"] = [folder / os.path.expanduser(str(path)) for path in fields["skills"]]
         if "policy" in fields:
             fields["policy"] = _policy_from(fields["policy"], folder)
         if "subagents" in fields:

@@ -107,7 +107,7 @@ class Loop:
         request = ModelRequest(
             session_id=agent.session_id,
             call_no=agent.call_no,
-            system=self._agent.system_prompt,
+            system=self._agent.instructions,
             messages=tuple(self._record.messages),
             tools=self._toolbox.schemas,
             temperature=self._agent.temperature,
