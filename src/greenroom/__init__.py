@@ -90,6 +90,8 @@ if TYPE_CHECKING:
     from greenroom.runtime.results import Transcript as Transcript
     from greenroom.runtime.results import Turn as Turn
     from greenroom.runtime.rules import ToolPolicy as ToolPolicy
+    from greenroom.runtime.skills import SkillError as SkillError
+    from greenroom.runtime.skills import SkillManager as SkillManager
     from greenroom.runtime.storage import Storage as Storage
     from greenroom.runtime.tools import Tool as Tool
     from greenroom.runtime.tools import ToolRegistry as ToolRegistry
@@ -175,6 +177,8 @@ _HOME = {
     "ToolContext": "runtime.calls",
     "ToolOutput": "runtime.calls",
     "ToolPolicy": "runtime.rules",
+    "SkillError": "runtime.skills",
+    "SkillManager": "runtime.skills",
     "ToolRegistry": "runtime.tools",
     "ToolResultBlock": "runtime.messages",
     "ToolSpec": "runtime.tools",
@@ -253,6 +257,8 @@ __all__ = [
     "SessionExists",
     "SessionInfo",
     "SessionNotFound",
+    "SkillError",
+    "SkillManager",
     "Storage",
     "StorageError",
     "SubAgent",

@@ -59,7 +59,7 @@ def test_the_cases(tmp_path: Path) -> None:
         ("---\ndescription: a\nname:\n---\n", 3, "name is missing"),
         ("---\nname: a\ndescription: {x: 1}\n---\n", 3, "description is missing or no text"),
         ("---\n- a\n---\n", 2, "name is missing"),
-        ("---\nname: a\ndescription: 'open\n---\n", 4, "unexpected end"),
+        ("---\nname: a\ndescription: 'open\n---\n", 3, "unexpected end"),
         ("---\n---\n", 2, "name is missing"),
         ("---\nname: a\n\tx: 1\n---\n", 3, "found character"),
     ],
