@@ -57,6 +57,9 @@ from greenroom.runtime.tree_snapshots import TreeSnapshots
 
 log = logging.getLogger("greenroom.sandbox")
 
+KEPT_BYTES = 64 * 1024
+"""Of a read's outcome that is kept until it is recorded; of a command's, as much as its sandbox keeps of the output."""
+
 ENDED_CALLS = 4096
 """Ended calls that are remembered, so that an operation of theirs that comes late is refused."""
 
@@ -181,6 +184,8 @@ class SharedSandbox:
             raise
         finally:
             entry.waiters -= 1
+            if not entry.waiters and is_read(operation) and _is_large(entry.task):
+                self._ledger.entries.pop(ref.call_key, None)  # a read can be done again: it need not be kept
 
     async def end(self, ref: CallRef) -> None:
         """Ends all operations of a call; one that is still on its way here is refused when it arrives."""
@@ -350,6 +355,13 @@ class SharedSandbox:
         if epoch < known:
             raise SandboxFenced(f"session {session_id!r} is at epoch {known}, an owner of epoch {epoch} asked")
         self._epochs[session_id] = epoch
+
+
+def _is_large(task: asyncio.Task[OperationResult]) -> bool:
+    if not task.done() or task.cancelled() or task.exception() is not None:
+        return False
+    result = task.result()
+    return isinstance(result, bytes) and len(result) > KEPT_BYTES
 
 
 async def perform_on(sandbox: Sandbox, operation: Operation) -> OperationResult:

@@ -23,7 +23,7 @@ from greenroom.runtime.journal import (
     NOT_RUN_SANDBOX_LOST,
     OUTCOME_UNKNOWN,
 )
-from greenroom.runtime.operations import Execute
+from greenroom.runtime.operations import Execute, ReadFile
 from greenroom.runtime.storage import MemoryObjectStore
 from greenroom.runtime.tree_sandbox import SharedSandbox
 from greenroom.testing import FakeSandbox, FakeSandboxes, Fault, FaultyStore
@@ -212,3 +212,17 @@ async def test_a_backend_without_processes_waits_for_every_command(home: Path) -
         assert (await session.run("go")).background_tasks == ()
         (block,) = results(await session.transcript())
         assert "make within 120 s" in block.text
+
+
+async def test_large_files_that_were_read_are_not_kept_until_they_are_recorded() -> None:
+    sandbox = FakeSandbox()
+    sandbox.files = {"small": b"s" * 1000, "large": b"l" * 1_000_000}
+    shared = SharedSandbox(sandbox)
+    for number in range(20):
+        for name in ("small", "large"):
+            assert await shared.perform(ref(f"{name}-{number}"), ReadFile(name)) == sandbox.files[name]
+    held = await shared.fence("s", 1)
+    assert held == {f"small-{number}" for number in range(20)}
+    both = await asyncio.gather(*(shared.perform(ref("k"), ReadFile("large")) for _ in range(2)))
+    assert both == [sandbox.files["large"]] * 2
+    assert await shared.perform(ref("k"), ReadFile("large")) == sandbox.files["large"], "asked again, it is read again"
