@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import ValidationError
 
 from greenroom.runtime.calls import SandboxSpec
@@ -25,6 +24,7 @@ from greenroom.runtime.rules import ToolPolicy as RuleSet
 from greenroom.runtime.skills import SkillError, SkillManager
 from greenroom.runtime.tools.read_skill import READ_SKILL, read_skill_tool
 from greenroom.runtime.tools.registry import Tool, ToolRegistry
+from greenroom.runtime.yaml_file import read_yaml
 
 SANDBOX_KINDS = ("host", "bubblewrap")
 NOT_YET = ("middleware", "compactor")
@@ -160,14 +160,7 @@ class AgentConfig:
         the file's folder. Raises ConfigError naming the file.
         """
         file = Path(path)
-        try:
-            document = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"the agent file {file} cannot be read: {error.strerror}", hint="Give a YAML file"
-            ) from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the agent file {file} is not valid YAML: {error}") from None
+        document = read_yaml(file, "agent file")
         try:
             return cls.from_mapping(document, file.parent)
         except ConfigError as error:

@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from greenroom.runtime import ports
 from greenroom.runtime.calls import ProposedCall, Verdict, compact_json
 from greenroom.runtime.errors import ConfigError
+from greenroom.runtime.yaml_file import read_yaml
 
 
 class ToolPolicy(ports.ToolPolicy):
@@ -106,12 +106,7 @@ def _rule(number: int, rule: Any) -> Rule:
 
 
 def _from_file(path: Path) -> list[Any]:
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the policy {path} cannot be read: {error.strerror}", hint="Give a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the policy {path} is not valid YAML: {error}") from None
+    found = read_yaml(path, "policy")
     if not isinstance(found, list):
         raise ConfigError(f"the policy {path} is no list", hint="Write one rule per item, as in - {tool: bash, ...}")
     return found

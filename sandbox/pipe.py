@@ -63,12 +63,9 @@ class OutputPipe:
         self._left = True
         self._loop.remove_reader(self._fd)
         for _ in range(LAST_PIECES):  # what was there before counts: perhaps it had to wait for the file
-            try:
-                data = os.read(self._fd, PIECE)
-            except BlockingIOError:
+            data = self._piece()
+            if data is None:
                 break
-            except OSError:
-                data = b""
             if not data:
                 self.close()
                 return
@@ -94,12 +91,9 @@ class OutputPipe:
         self.drained.set_result(None)
 
     def _read(self) -> None:
-        try:
-            data = os.read(self._fd, PIECE)
-        except BlockingIOError:
+        data = self._piece()
+        if data is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self.close()
             return
@@ -112,6 +106,15 @@ class OutputPipe:
             return
         self.news.set()
 
+    def _piece(self) -> bytes | None:
+        """What is there now; None for nothing, empty at the end."""
+        try:
+            return os.read(self._fd, PIECE)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
     def _write(self, data: bytes) -> None:
         assert self._file is not None, "only then it is written"
         try:
@@ -123,13 +126,7 @@ class OutputPipe:
         """Slowly, so that a child which puts out without end does not keep us busy."""
         if self.closed:
             return
-        try:
-            ended = not os.read(self._fd, PIECE)
-        except BlockingIOError:
-            ended = False
-        except OSError:
-            ended = True
-        if ended or over():
+        if self._piece() == b"" or over():
             self.close()
         else:
             self._loop.call_later(NOWHERE_INTERVAL, self._read_to_nowhere, over)

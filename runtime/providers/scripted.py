@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from greenroom.runtime.calls import ModelRequest
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.errors import ConfigError, ProviderError
@@ -30,6 +28,7 @@ from greenroom.runtime.messages import (
     Usage,
 )
 from greenroom.runtime.results import FailureKind
+from greenroom.runtime.yaml_file import read_yaml
 
 
 class Scripted:
@@ -96,12 +95,7 @@ class Scripted:
 def load_script(path: str, folder: str = ".") -> Scripted:
     """A script from a YAML list; `path` is relative to `folder`. Raises ConfigError."""
     file = Path(folder, path)
-    try:
-        script = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the script {file} cannot be read: {error.strerror}", hint="Give a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the script {file} is not valid YAML: {error}") from None
+    script = read_yaml(file, "script")
     if not isinstance(script, list):
         raise ConfigError(f"the script {file} is no list", hint="Write one entry per model call, each after a dash")
     return Scripted(script, name=str(file))
