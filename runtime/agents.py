@@ -21,6 +21,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from greenroom.runtime.calls import SandboxSpec, compact_json
+from greenroom.runtime.compaction import SummaryCompactor
 from greenroom.runtime.config import AgentConfig, SubAgent, load_attribute
 from greenroom.runtime.errors import AgentUnavailable, ConfigError
 from greenroom.runtime.limits import Limits
@@ -125,6 +126,7 @@ class _Packer:
             "limits": agent.limits.model_dump(mode="json"),
             "durability": agent.durability,
             "policy": None if agent.policy is None else self._part(agent.policy, f"{agent.name}/policy"),
+            "compactor": self._compactor(agent.compactor, agent.name),
             "code": self.modules,
         }
         self.modules = outer
@@ -145,6 +147,12 @@ class _Packer:
             return self._local(tool, f"{owner}/{tool.spec.name}")
         spec = {name: getattr(tool.spec, name) for name in _SPEC_FIELDS}
         return {"type": "function", "function": function, "arguments": arguments, "spec": spec}
+
+    def _compactor(self, compactor: SummaryCompactor | None, owner: str) -> dict[str, Any] | None:
+        if compactor is None:
+            return None
+        provider = None if compactor.provider is None else self._part(compactor.provider, f"{owner}/compactor")
+        return {"max_tokens": compactor.max_tokens, "keep": compactor.keep, "provider": provider}
 
     def _part(self, part: object, name: str) -> dict[str, Any]:
         endpoint = _ENDPOINTS.get(type(part))  # a subclass is its own: it travels by its class or by value
@@ -213,12 +221,19 @@ class _Unpacker:
             sandbox=None if spec is None else SandboxSpec.model_validate(spec),
             limits=Limits.model_validate(document["limits"]),
             durability=document["durability"],
+            compactor=self._compactor(document.get("compactor")),
             skills=SkillManager.from_json(document.get("skills", ())),
             policy=None if document.get("policy") is None else self._part(document["policy"]),
         )
         # Packed again, here or in another process, it is the same agent under the same digest.
         object.__setattr__(agent, "_packet", dataclasses.replace(self._packet, digest=digest))
         return agent
+
+    def _compactor(self, entry: dict[str, Any] | None) -> SummaryCompactor | None:
+        if entry is None:
+            return None
+        provider = None if entry["provider"] is None else self._part(entry["provider"])
+        return SummaryCompactor(**{**entry, "provider": provider})
 
     def _tool(self, entry: dict[str, Any]) -> Tool:
         if "local" in entry:

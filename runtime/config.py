@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.compaction import SummaryCompactor
 from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.ports import LlmProvider, ToolPolicy
@@ -27,7 +28,7 @@ from greenroom.runtime.tools.registry import Tool, ToolRegistry
 from greenroom.runtime.yaml_file import read_yaml
 
 SANDBOX_KINDS = ("host", "bubblewrap")
-NOT_YET = ("middleware", "compactor")
+NOT_YET = ("middleware",)
 """Fields of the API that this version refuses instead of ignoring."""
 
 
@@ -68,7 +69,7 @@ class AgentConfig:
     skills: Iterable[str | Path] | SkillManager = ()
     middleware: Iterable[Any] = ()
     policy: ToolPolicy | None = None
-    compactor: Any = None
+    compactor: SummaryCompactor | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -76,7 +77,7 @@ class AgentConfig:
         for name in NOT_YET:
             if getattr(self, name):
                 raise ConfigError(f"agent {self.name!r}: {name} is not available in this version", hint="Leave it out")
-            object.__setattr__(self, name, () if name != "compactor" else None)
+            object.__setattr__(self, name, ())
         if self.durability not in ("effects", "step"):
             raise ConfigError(f"agent {self.name!r}: durability is {self.durability!r}", hint="effects or step")
         if self.capture_content != "none":
@@ -85,6 +86,8 @@ class AgentConfig:
             raise ConfigError(f"agent {self.name!r}: limits is no Limits(...)")
         if self.policy is not None and not hasattr(self.policy, "judge"):
             raise ConfigError(f"agent {self.name!r}: the policy {self.policy!r} has no `judge`", hint="See ToolPolicy")
+        if self.compactor is not None and not isinstance(self.compactor, SummaryCompactor):
+            raise ConfigError(f"agent {self.name!r}: the compactor is no SummaryCompactor(...)")
         self._set("provider", self._checked_provider(self.provider))
         self._set("fallbacks", tuple(map(self._checked_provider, self.fallbacks)))
         self._set("skills", self._checked_skills())
@@ -183,6 +186,8 @@ class AgentConfig:
         try:
             if "limits" in fields:
                 fields["limits"] = Limits.model_validate(fields["limits"])
+            if fields.get("compactor") is not None:
+                fields["compactor"] = SummaryCompactor.model_validate(fields["compactor"])
             if isinstance(fields.get("sandbox"), dict):
                 fields["sandbox"] = _spec_from_mapping(fields["sandbox"], folder)
         except ValidationError as error:

@@ -11,6 +11,7 @@ import contextlib
 
 from greenroom.runtime.batch import BatchRun, end_jobs, open_batch
 from greenroom.runtime.calls import ModelRequest
+from greenroom.runtime.compaction import SummaryCompactor, shown
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.errors import ClusterError, SandboxError
@@ -27,7 +28,7 @@ from greenroom.runtime.machine import (
     RunBatch,
     Stop,
 )
-from greenroom.runtime.messages import Message, Usage, storable
+from greenroom.runtime.messages import Compaction, Message, Usage, storable
 from greenroom.runtime.model_call import Broken, Cut, call_model
 from greenroom.runtime.policy import BrokenPolicy, judged
 from greenroom.runtime.ports import Clock, TreeSandbox
@@ -40,6 +41,9 @@ from greenroom.runtime.toolbox import Toolbox
 from greenroom.runtime.transitions import advance
 from greenroom.runtime.view import result_of
 
+RETRY_COMPACTION = 8
+"""Messages after a compaction that failed until the next one is tried."""
+
 
 class Loop:
     """One run of an acquired session; `record` is its working memory."""
@@ -50,6 +54,7 @@ class Loop:
         self._ports = ports
         self._toolbox = Toolbox(agent)
         self._fallback = 0  # the provider that was last called
+        self._compact_from = 0  # messages from which on a compaction is tried
         self._sandbox: TreeSandbox | None = None  # the one that the last batch used
 
     async def run(self, effects: tuple[Effect, ...]) -> None:
@@ -101,14 +106,17 @@ class Loop:
         raise AssertionError("every effect but a wait that ran out brings an event")
 
     async def _call_model(self) -> Event:
-        ports, agent = self._ports, self._record.head.state.agent
+        ports = self._ports
+        if self._agent.compactor is not None:
+            await self._compact(self._agent.compactor)
         if ports.cancel.cancelled:
             return await self._cancel_seen()
+        agent = self._record.head.state.agent
         request = ModelRequest(
             session_id=agent.session_id,
             call_no=agent.call_no,
             system=self._agent.instructions,
-            messages=tuple(self._record.messages),
+            messages=shown(self._record.messages, self._record.head.compaction),
             tools=self._toolbox.schemas,
             temperature=self._agent.temperature,
             max_tokens=self._agent.max_tokens,
@@ -130,6 +138,30 @@ class Loop:
                 return ModelFailed(failure, error.retry_after, text or None, left)
             case message:
                 return self._model_replied(message)
+
+    async def _compact(self, compactor: SummaryCompactor) -> None:
+        """Has the older history summarized if it is long; whatever goes wrong, it stays as it is."""
+        record, before, ports = self._record, self._record.head.compaction, self._ports
+        if len(record.messages) < self._compact_from:
+            return
+        history = shown(record.messages, before)
+        cut = compactor.cut(history)
+        first = 0 if before is None else before.upto - 1  # the summary of before is the first message that is shown
+        if cut is None or first + cut <= (before.upto if before is not None else 0):
+            return
+        agent, number = record.head.state.agent, 1 if before is None else before.number + 1
+        provider = self._agent.providers[min(agent.fallback, len(self._agent.providers) - 1)]
+        try:
+            async with cut_off_by(ports.cancel):
+                summary, usage = await compactor.summarize(
+                    history[:cut], provider, number - 1, agent.session_id, ports.cancel
+                )
+                state = record.head.state.but(agent=agent.but(usage=agent.usage + usage))
+                record.update(state=state, compaction=Compaction(upto=first + cut, summary=summary, number=number))
+                ports.emitter.emit("notice", kind="compaction", upto=first + cut)
+        except Exception as error:  # a summary is no reason to end a run
+            ports.emitter.emit("notice", kind="compaction_failed", error=f"{type(error).__name__}: {error}"[:300])
+            self._compact_from = len(record.messages) + RETRY_COMPACTION
 
     def _model_replied(self, message: Message) -> Event:
         message = storable(message)

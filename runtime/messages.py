@@ -126,6 +126,14 @@ Block: TypeAlias = Annotated[
 ]
 
 
+class Compaction(Value):
+    """How a long history is shown to a model: its first `upto` messages as this summary; number: 1 for the first."""
+
+    upto: int
+    summary: str
+    number: int = 1
+
+
 class Usage(Value):
     """Tokens of one or more model calls."""
 

@@ -16,8 +16,10 @@ from greenroom import (
     ProposedCall,
     RunFailed,
     SandboxSpec,
+    Scripted,
     Storage,
     SubAgent,
+    SummaryCompactor,
     ToolContext,
     ToolRegistry,
     Verdict,
@@ -189,6 +191,13 @@ async def no_loss_untold(world: CrashWorld) -> list[str]:
     return [f"{missing} are lost, and the model was told of {told} calls"] if len(missing) > told else []
 
 
+def compacting() -> AgentConfig:
+    """Its older history is summarized again and again."""
+    big = [calls(call("look", what=f"{n} " + "z" * 600), call("send", to=f"{n}")) for n in range(5)]
+    compactor = SummaryCompactor(max_tokens=400, keep=2, provider=Scripted(["in short"] * 50))
+    return own(*big, "done", compactor=compactor)
+
+
 def jobs() -> AgentConfig:
     """A command that goes to the background, is looked after, and ended."""
 
@@ -238,5 +247,6 @@ SCENARIOS = [
     Scenario("long history", long_history, sandboxes=("dies",)),
     Scenario("background jobs", jobs, background=lambda command: command == "serve"),
     Scenario("a workspace that is lost", saved, check=no_loss_untold),
+    Scenario("compaction", compacting, sandboxes=("dies",)),
     Scenario("every save waits", lambda: both(bash("one"), calls(call("send", to="a")), "done", durability="step")),
 ]

@@ -19,7 +19,7 @@ from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import StorageError
 from greenroom.runtime.ids import child_id, root_of
 from greenroom.runtime.journal import Batch, later_call
-from greenroom.runtime.messages import Message, ShortText, Usage, Value
+from greenroom.runtime.messages import Compaction, Message, ShortText, Usage, Value
 from greenroom.runtime.state import AgentState, Ready, State
 from greenroom.runtime.storage.documents import Migration, decode_document
 
@@ -116,7 +116,8 @@ class Head(Value):
     where the references of earlier segments lie; batch_blob, text_blob: where the batch and the final text lie when
     they are large; spawned: the calls that started a child, without the session id that begins their keys: a child's id
     follows; jobs: background jobs that ran when they were last looked at; unsaved: calls that changed the workspace
-    since its last snapshot, as far as there are snapshots; notice: what the model is told beside the next results.
+    since its last snapshot, as far as there are snapshots; notice: what the model is told beside the next results;
+    compaction: how the history is shown to a model that would not take all of it.
     """
 
     schema_version: int = Field(default=SCHEMA_VERSION, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
@@ -148,6 +149,7 @@ class Head(Value):
     jobs: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()
     notice: str = ""
+    compaction: Compaction | None = None
     index: SegmentRef | None = None
     segments: tuple[SegmentRef, ...] = ()
     inline: tuple[Message, ...] = ()

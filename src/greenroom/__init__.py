@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.calls import ToolOutput as ToolOutput
     from greenroom.runtime.calls import Verdict as Verdict
     from greenroom.runtime.cancel import CancelToken as CancelToken
+    from greenroom.runtime.compaction import SummaryCompactor as SummaryCompactor
     from greenroom.runtime.config import AgentConfig as AgentConfig
     from greenroom.runtime.config import SubAgent as SubAgent
     from greenroom.runtime.errors import AgentUnavailable as AgentUnavailable
@@ -178,6 +179,7 @@ _HOME = {
     "ToolOutput": "runtime.calls",
     "ToolPolicy": "runtime.rules",
     "SkillError": "runtime.skills",
+    "SummaryCompactor": "runtime.compaction",
     "SkillManager": "runtime.skills",
     "ToolRegistry": "runtime.tools",
     "ToolResultBlock": "runtime.messages",
@@ -262,6 +264,7 @@ __all__ = [
     "Storage",
     "StorageError",
     "SubAgent",
+    "SummaryCompactor",
     "TextBlock",
     "TextDelta",
     "ThinkingBlock",
