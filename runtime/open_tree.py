@@ -9,10 +9,9 @@ from functools import partial
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import SandboxUnavailable
 from greenroom.runtime.ports import Clock, SandboxFactory, SavesWorkspace
-from greenroom.runtime.storage.session_store import SessionStore
 from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.tree_sandbox import SharedSandbox
-from greenroom.runtime.tree_snapshots import TreeSnapshots
+from greenroom.runtime.tree_snapshots import TreeSnapshots, note_asleep
 from greenroom.runtime.workspace import WorkspaceMark
 
 
@@ -26,8 +25,12 @@ async def open_tree(
     """
     make = partial(SharedSandbox, clock=clock, idle=spec.limits.idle_seconds, job_time=spec.limits.job_seconds)
     store = storage.session_store
-    if not await _saves(spec, root, store, auto=auto):
-        return make(await factory.open(spec, root))
+    found = None if store is None else await store.read_sandbox(root)
+    asleep = () if found is None else tuple(found[0].jobs)
+    ever_saved = found is not None and found[0].owner is not None  # its newest state may lie in the store alone
+    if spec.snapshots == "off" or (spec.snapshots == "auto" and not auto and not ever_saved):
+        note = None if store is None else partial(note_asleep, store, root)
+        return make(await factory.open(spec, root), note_sleep=note, asleep=asleep)
     if store is None:
         raise SandboxUnavailable(
             "snapshots lie in an object store, and this storage has none", hint="SandboxSpec(snapshots='off')"
@@ -56,12 +59,7 @@ async def open_tree(
         snapshots=tree,
         save_every=spec.snapshot_every,
         restored=None if survived else dict(tree.head.watermark),
+        note_sleep=tree.put_to_sleep,
+        asleep=tree.head.jobs,
         unsaved=survived and tree.before is not None,
     )
-
-
-async def _saves(spec: SandboxSpec, root: str, store: SessionStore | None, *, auto: bool) -> bool:
-    """A tree that was ever saved goes on being saved: its newest state may lie in the store alone."""
-    if spec.snapshots != "auto":
-        return spec.snapshots == "on"
-    return store is not None and (auto or await store.read_sandbox(root) is not None)

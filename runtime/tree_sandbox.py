@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import math
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,8 @@ class SharedSandbox:
 
     snapshots: where its workspace is saved, None: nowhere; save_every: operations that may change the workspace;
     unsaved: whether its folder may hold what no snapshot does; restored: see TreeSandbox; idle: seconds without a
-    request until it is saved and closed, None for never; job_time: seconds that running jobs hold that up.
+    request until it is saved and closed, None for never; job_time: seconds that running jobs hold that up; note_sleep:
+    is told the ids of jobs that end with that; asleep: those of earlier incarnations.
     """
 
     def __init__(
@@ -110,6 +111,8 @@ class SharedSandbox:
         restored: Mapping[str, str] | None = None,
         idle: float | None = None,
         job_time: float = 0.0,
+        note_sleep: Callable[[list[str]], Awaitable[None]] | None = None,
+        asleep: Iterable[str] = (),
     ) -> None:
         self.incarnation = incarnation or uuid.uuid4().hex
         self.guarantees = sandbox.guarantees
@@ -133,7 +136,8 @@ class SharedSandbox:
         self._ledger = _Ledger()
         self._epochs: dict[str, int] = {}
         self._ended: dict[str, None] = {}
-        self._jobs = Jobs(self.incarnation[:8], asleep=() if snapshots is None else snapshots.head.jobs)
+        self._note_sleep = note_sleep
+        self._jobs = Jobs(self.incarnation[:8], asleep)
         self._closed = False
 
     @property
@@ -278,10 +282,10 @@ class SharedSandbox:
             return
         self._closed = True
         asleep = await self._jobs.put_to_sleep()
-        if self._snapshots is not None:
+        if self._note_sleep is not None and asleep:
             with contextlib.suppress(StorageError):
                 async with self._saving:
-                    await self._snapshots.put_to_sleep(asleep)
+                    await self._note_sleep(asleep)
         if self._sandbox.alive:
             await self.save()
         await self._sandbox.close()

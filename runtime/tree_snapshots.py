@@ -96,9 +96,7 @@ class TreeSnapshots:
 
     async def put_to_sleep(self, jobs: list[str]) -> None:
         """These background jobs were ended with the workspace."""
-        if jobs:
-            asleep = {**self.head.jobs, **dict.fromkeys(jobs, ASLEEP)}
-            await self._write(jobs=dict(list(asleep.items())[-KEPT_JOBS:]))
+        await self._write(jobs=_with_asleep(self.head, jobs))
 
     async def _write(self, **changed: object) -> None:
         """Changes the head; after a write of which nobody knows what became, what stands there counts first."""
@@ -120,6 +118,18 @@ class TreeSnapshots:
         if name is not None and (self.saved is None or self.saved.snapshot.name != name):
             self.saved = Saved(self.objects, await self.objects.get(name))
         self._unsure = False
+
+
+async def note_asleep(store: SessionStore, root: str, jobs: list[str]) -> None:
+    """The same for a tree that is not saved: its head names jobs alone. Raises StorageError."""
+    found = await store.read_sandbox(root)
+    head, etag = found if found is not None else (SandboxHead(root=root, write_id=""), None)
+    await store.save_sandbox(head.but(jobs=_with_asleep(head, jobs), write_id=uuid.uuid4().hex), etag)
+
+
+def _with_asleep(head: SandboxHead, jobs: list[str]) -> dict[str, str]:
+    asleep = {**head.jobs, **dict.fromkeys(jobs, ASLEEP)}
+    return dict(list(asleep.items())[-KEPT_JOBS:])
 
 
 def _epoch_of(name: str) -> int:

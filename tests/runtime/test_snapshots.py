@@ -509,8 +509,10 @@ async def test_a_sandbox_that_nobody_asks_is_saved_and_closed(home: Path, shared
     assert await tree.saved() is not None
 
 
-async def test_a_running_job_holds_sleep_up_for_a_while(home: Path, shared: MemoryObjectStore) -> None:
+@pytest.mark.parametrize("snapshots", ["on", "off"])
+async def test_a_running_job_holds_sleep_up_for_a_while(home: Path, shared: MemoryObjectStore, snapshots: str) -> None:
     tree = Tree(home, shared, limits=SandboxLimits(idle_seconds=60, job_seconds=300))
+    tree.spec = tree.spec.but(snapshots=snapshots)
     tree.factory = FakeSandboxes(lambda command: asyncio.sleep(10**6, ""), background=lambda command: True)
     sandbox = await tree.open()
     job = await sandbox.perform(CallRef("r", 1, "r/1/1/0", "d", step=1), StartJob("serve", 1.0))
@@ -523,6 +525,7 @@ async def test_a_running_job_holds_sleep_up_for_a_while(home: Path, shared: Memo
     assert not sandbox.alive
     assert tree.factory.opened["r"].ended == ["serve"]
     again = await tree.open()
+    assert again.saves is (snapshots == "on")
     with pytest.raises(LookupError, match="put to sleep"):
         await again.perform(CallRef("r", 2, "r/2/2/0", "d", step=2), CheckJob(job.id))
 
