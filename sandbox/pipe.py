@@ -69,9 +69,7 @@ class OutputPipe:
             if not data:
                 self.close()
                 return
-            self._buffer.add(data)
-            if self._file is not None:
-                self._write(data)
+            self._keep(data)
         self._read_to_nowhere(over)
 
     @property
@@ -97,10 +95,8 @@ class OutputPipe:
         if not data:
             self.close()
             return
-        self._buffer.add(data)
-        if self._file is not None:
-            self._write(data)
-        elif self._file_room and self._buffer.total > self._kept:
+        self._keep(data)
+        if self._file is None and self._file_room and self._buffer.total > self._kept:
             self._loop.remove_reader(self._fd)  # all of it is still there, and waits for the file
             self._ask_for_file(self)
             return
@@ -114,6 +110,11 @@ class OutputPipe:
             return None
         except OSError:
             return b""
+
+    def _keep(self, data: bytes) -> None:
+        self._buffer.add(data)
+        if self._file is not None:
+            self._write(data)
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None, "only then it is written"

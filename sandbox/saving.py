@@ -41,9 +41,9 @@ class Packed:
 
     async def put(self, store: SnapshotStore) -> Snapshot:
         """Stores the parts, then the manifest."""
-        archive, index = self.archive, encode_index(self.archive.index)
-        streams = [stream for stream in _streams(self.base) if stream.name in _used(archive)]
-        if self.name in _used(archive):
+        archive, index, used = self.archive, encode_index(self.archive.index), _used(self.archive)
+        streams = [stream for stream in _streams(self.base) if stream.name in used]
+        if self.name in used:
             self.file.seek(0)
             parts = await self._put_parts(store, "data", self.file)
             streams.append(Stream(name=self.name, size=archive.packed, parts=parts))
@@ -86,7 +86,8 @@ def pack_folder(folder: int, known: Archive, base: Snapshot | None, name: str, l
             known.seen = archive.seen
             file.close()
             return None
-        kept = [stream for stream in _streams(base) if stream.name in _used(archive)]
+        used = _used(archive)
+        kept = [stream for stream in _streams(base) if stream.name in used]
         held = sum(stream.size for stream in kept)
         if len(kept) >= MAX_STREAMS or held > 2 * archive.size + SLACK:
             file.seek(0)
@@ -98,14 +99,13 @@ def pack_folder(folder: int, known: Archive, base: Snapshot | None, name: str, l
         raise
 
 
-async def restore(saved: Saved, workspace: Path, owner: tuple[int, int] | None, limit: int) -> Archive:
-    """Puts the snapshot in the workspace's place, whole or not at all; answers what is known of it.
+async def restore(saved: Saved, workspace: Path, owner: tuple[int, int] | None, limit: int) -> None:
+    """Puts the snapshot in the workspace's place, whole or not at all.
 
     Raises StorageError or SandboxError when a part is missing or damaged, or it has more than `limit` bytes.
     """
     store, snapshot = saved.store, saved.snapshot
-    index = decode_index(b"".join([piece async for piece in store.read(snapshot.index)]))
-    archive = Archive(index=index, size=sum(entry.size for entry in index.values()))
+    archive = await load(saved)
     if archive.size > limit:
         raise SandboxError(
             f"the snapshot {snapshot.name} has {archive.size} bytes, more than {limit}",
@@ -124,20 +124,19 @@ async def restore(saved: Saved, workspace: Path, owner: tuple[int, int] | None, 
                 streams[stream.name] = (file, stream.size)
             fd = os.open(staged, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             stack.callback(os.close, fd)
-            await to_its_end(unpack, index, streams, fd, owner)
+            await to_its_end(unpack, archive.index, streams, fd, owner)
             if owner is not None:
                 os.fchown(fd, *owner)
             os.fchmod(fd, 0o755)
         await to_its_end(_take_place, staged, workspace, owner)
     finally:
         await to_its_end(partial(shutil.rmtree, staged, ignore_errors=True))
-    return archive
 
 
 async def load(saved: Saved) -> Archive:
     """What a snapshot says of its workspace; nothing is known of how the files look here."""
     index = decode_index(b"".join([piece async for piece in saved.store.read(saved.snapshot.index)]))
-    return Archive(index=index, size=saved.snapshot.size)
+    return Archive(index=index, size=sum(entry.size for entry in index.values()))
 
 
 async def to_its_end(work: Callable[..., T], *args: Any) -> T:
