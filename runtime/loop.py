@@ -121,8 +121,7 @@ class Loop:
             temperature=self._agent.temperature,
             max_tokens=self._agent.max_tokens,
         )
-        providers = self._agent.providers
-        chosen = min(agent.fallback, len(providers) - 1)  # another agent with fewer may have come since
+        providers, chosen = self._agent.providers, self._chosen
         if chosen and chosen != self._fallback:
             ports.emitter.emit("notice", kind="fallback", provider=chosen)
         self._fallback = chosen
@@ -139,6 +138,11 @@ class Loop:
             case message:
                 return self._model_replied(message)
 
+    @property
+    def _chosen(self) -> int:
+        """Which of the providers answers; another agent with fewer of them may have come since."""
+        return min(self._record.head.state.agent.fallback, len(self._agent.providers) - 1)
+
     async def _compact(self, compactor: SummaryCompactor) -> None:
         """Has the older history summarized if it is long; whatever goes wrong, it stays as it is."""
         record, before, ports = self._record, self._record.head.compaction, self._ports
@@ -150,7 +154,7 @@ class Loop:
         if cut is None or first + cut <= (before.upto if before is not None else 0):
             return
         agent, number = record.head.state.agent, 1 if before is None else before.number + 1
-        provider = self._agent.providers[min(agent.fallback, len(self._agent.providers) - 1)]
+        provider = self._agent.providers[self._chosen]
         try:
             async with cut_off_by(ports.cancel):
                 summary, usage = await compactor.summarize(
