@@ -83,6 +83,7 @@ class Activation:
         host = self._host
         digest = head.agent if agent is None else await host.shelf.put(agent)
         agent = await host.shelf.get(digest) if agent is None else agent
+        host.parts.remember(agent)
         sandbox = _sandbox_of(head, agent)
         if not (plan.take_over and head.cancel is not None):
             preflight(agent.llm)

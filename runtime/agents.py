@@ -125,6 +125,9 @@ class _Packer:
             "sandbox": None if agent.sandbox_spec is None else agent.sandbox_spec.model_dump(mode="json"),
             "limits": agent.limits.model_dump(mode="json"),
             "durability": agent.durability,
+            "middleware": [
+                self._part(part, f"{agent.name}/middleware/{number}") for number, part in enumerate(agent.middleware)
+            ],
             "policy": None if agent.policy is None else self._part(agent.policy, f"{agent.name}/policy"),
             "compactor": self._compactor(agent.compactor, agent.name),
             "code": self.modules,
@@ -164,7 +167,7 @@ class _Packer:
         return described if described is not None else self._local(part, name)
 
     def _described(self, part: object) -> dict[str, Any] | None:
-        """The class form of a pydantic or dataclass instance whose fields are plain."""
+        """The class form of a pydantic or dataclass instance whose fields are plain, or of one that holds nothing."""
         reference = self._reference(type(part))
         if reference is None:
             return None
@@ -172,6 +175,8 @@ class _Packer:
             config: Any = part.model_dump(mode="json")
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
             config = {item.name: getattr(part, item.name) for item in dataclasses.fields(part) if item.init}
+        elif not getattr(part, "__dict__", None) and not hasattr(type(part), "__slots__"):
+            config = {}
         else:
             return None
         return {"class": reference["ref"], "config": config} if _is_plain(config) else None
@@ -223,6 +228,7 @@ class _Unpacker:
             durability=document["durability"],
             compactor=self._compactor(document.get("compactor")),
             skills=SkillManager.from_json(document.get("skills", ())),
+            middleware=[self._part(entry) for entry in document.get("middleware", ())],
             policy=None if document.get("policy") is None else self._part(document["policy"]),
         )
         # Packed again, here or in another process, it is the same agent under the same digest.

@@ -13,9 +13,11 @@ from greenroom.runtime.call_sandbox import CallSandbox
 from greenroom.runtime.calls import CallRef, Interrupt, ToolContext, ToolOutput
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import ClusterError, PreflightError, SandboxDied, SandboxFenced, SandboxUnavailable
+from greenroom.runtime.gate import refuse_spawns
 from greenroom.runtime.journal import (
     NOT_RUN_SANDBOX_LOST,
     OUTCOME_UNKNOWN,
+    RESULT_WITHHELD,
     Batch,
     CallRecord,
     InProcess,
@@ -30,13 +32,15 @@ from greenroom.runtime.journal import (
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.machine import Asked, BatchDone, Broke, CancelSeen
 from greenroom.runtime.messages import Message, clean
+from greenroom.runtime.middleware import HookFailed, RunHooks
+from greenroom.runtime.policy import proposed
 from greenroom.runtime.ports import Children, TreeSandbox, TreeSandboxes
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunStatus
 from greenroom.runtime.run_ports import RunPorts
 from greenroom.runtime.storage.head import Head, SandboxRef
 from greenroom.runtime.toolbox import Toolbox, spawn_output
-from greenroom.runtime.tools.registry import Tool
+from greenroom.runtime.tools.registry import Tool, Unheard
 
 SANDBOX_GRACE = 5.0
 """Seconds a sandbox gets, beyond a call's own limit, to end the command and answer what it had put out."""
@@ -45,33 +49,31 @@ MAX_ERROR_TEXT = 2000
 """Characters of an exception that a model gets to see."""
 
 NOTHING_ACKED = -1
+CallEnd = Outcome | Interrupt | HookFailed
+"""What becomes of a call: the result, a question, or a hook that failed after it."""
+
 BatchEnd = BatchDone | Asked | CancelSeen | Broke
 
 
 def open_batch(message: Message, record: Record, toolbox: Toolbox, limits: Limits, step: int) -> Batch:
     """The batch of a model's reply: keys are minted here, once."""
     head = record.head
-    calls = []
-    children = len(head.spawned)
-    for index, block in enumerate(message.tool_calls):
-        call = toolbox.record(block, call_key(head.session_id, head.epoch, step, index))
-        if call.spawns:
-            children += 1
-            refusal = _spawn_refusal(head.depth, children, limits)
-            if refusal is not None:
-                call = call.but(outcome=Outcome.error(refusal))
-        calls.append(call)
-    return Batch.trusted(step=step, calls=tuple(calls))
+    calls = [
+        toolbox.record(block, call_key(head.session_id, head.epoch, step, index))
+        for index, block in enumerate(message.tool_calls)
+    ]
+    return refuse_spawns(Batch.trusted(step=step, calls=tuple(calls)), head, limits)
 
 
 class BatchRun:
     """One drive through the open batch of `record`."""
 
-    def __init__(self, record: Record, agent: AgentConfig, toolbox: Toolbox, ports: RunPorts) -> None:
+    def __init__(self, record: Record, agent: AgentConfig, toolbox: Toolbox, hooks: RunHooks, ports: RunPorts) -> None:
         self._record = record
         self._limits = agent.limits
         self._every_save_waits = agent.durability == "step"
         self._toolbox = toolbox
+        self._hooks = hooks
         self._ports = ports
         self.sandbox: TreeSandbox | None = None
         self._opening = asyncio.Lock()
@@ -121,7 +123,7 @@ class BatchRun:
         cancel, emitter = self._ports.cancel, self._ports.emitter
         if cancel.cancelled:
             return await self._cancelled(None)
-        marked = [await self._mark(call) for call in group]
+        marked = [await self._mark(call) if call.answered is None else call for call in group]
         if self._every_save_waits or any(call.effect != "read_only" for call in group):
             await self._record.save()
             self._acked_through = self._batch.step - 1  # only now are the outcomes before this batch durable
@@ -129,7 +131,7 @@ class BatchRun:
             self._record.save_soon()  # a second read does no harm
         if cancel.cancelled:
             return await self._cancelled(None)
-        running: CallGroup[Outcome | Interrupt] = CallGroup(self._ports.clock, cancel)
+        running: CallGroup[CallEnd] = CallGroup(self._ports.clock, cancel)
         try:
             for call in marked:
                 emitter.emit("tool_started", call_key=call.key, name=call.name)
@@ -150,20 +152,24 @@ class BatchRun:
             self._record.head = self._record.head.with_child(call.key)
         return marked
 
-    def _take_outcomes(self, running: CallGroup[Outcome | Interrupt]) -> Asked | None:
-        """Records what finished calls gave; a question parks the batch."""
-        asked = None
+    def _take_outcomes(self, running: CallGroup[CallEnd]) -> Asked | Broke | None:
+        """Records what finished calls gave; a question parks the batch, a hook that failed ends the run."""
+        end: Asked | Broke | None = None
         for key, made in running.ended():
             call = self._batch.call(key)
             if isinstance(made, Early):
                 made = self._early_outcome(call, made)
             if isinstance(made, Interrupt):
                 self._put(call.but(question=made))
-                asked = asked or Asked(key)
+                end = end or Asked(key)
+            elif isinstance(made, HookFailed):
+                end = Broke(made.failure)
+                self._put(call.but(outcome=Outcome.error(RESULT_WITHHELD.format(reason=made))))
+                self._ports.emitter.emit("tool_finished", call_key=key, is_error=True)
             else:
                 self._put(call.but(outcome=made))
                 self._ports.emitter.emit("tool_finished", call_key=key, is_error=made.is_error)
-        return asked
+        return end
 
     def _early_outcome(self, call: CallRecord, why: Early) -> Outcome:
         if why is Early.by_itself:
@@ -172,7 +178,7 @@ class BatchRun:
         text = f"Timed out after {limit:g} s. The call was stopped; it may have taken partial effect."
         return Outcome.error(text, counts=True)
 
-    async def _cancelled(self, running: CallGroup[Outcome | Interrupt] | None) -> CancelSeen:
+    async def _cancelled(self, running: CallGroup[CallEnd] | None) -> CancelSeen:
         """Mark first; then end what runs, await the children's acknowledgement, keep what finished in time."""
         reason = self._ports.cancel.reason
         await self._record.mark_cancelled(reason, self._ports.clock.time())
@@ -185,7 +191,7 @@ class BatchRun:
     def _done(self) -> BatchDone:
         outcomes = [call.outcome for call in self._batch.calls if call.outcome is not None]
         failures = [outcome for outcome in outcomes if outcome.counts]
-        last = ToolOutput(content=failures[-1].content).text if failures else ""
+        last = failures[-1].output.text if failures else ""
         return BatchDone(succeeded=len(outcomes) - len(failures), failed=len(failures), last_error=last[:300])
 
     # -- one call
@@ -202,7 +208,19 @@ class BatchRun:
         in_sandbox = tool is not None and tool.spec.runs_in == "sandbox"
         return limit + SANDBOX_GRACE if limit is not None and in_sandbox else limit
 
-    async def _run_call(self, call: CallRecord, tool: Tool | None) -> Outcome | Interrupt:
+    async def _run_call(self, call: CallRecord, tool: Tool | None) -> CallEnd:
+        """What became of the call once the hooks after it have seen it."""
+        made = call.answered or await self._made(call, tool)
+        if isinstance(made, Interrupt) or not self._hooks.has("after_tool"):
+            return made
+        try:
+            seen = await self._hooks.after_tool(proposed(call), made.output)
+        except HookFailed as failed:
+            failed.executed = call.answered is None
+            return failed
+        return Outcome.of(seen, counts=made.counts and seen.is_error)
+
+    async def _made(self, call: CallRecord, tool: Tool | None) -> Outcome | Interrupt:
         if tool is None and not call.spawns:
             return Outcome.error(f"The tool {call.name!r} is not there any more. It did not run.")
         try:
@@ -226,7 +244,7 @@ class BatchRun:
             session_id=self._record.head.session_id,
             call_key=call.key,
             cancel=self._ports.cancel.child(timeout=limit),
-            progress=self._ports.emitter.progress(call.key),
+            progress=Unheard() if self._hooks.holds_progress else self._ports.emitter.progress(call.key),
             sandbox=sandbox,
         )
         try:
@@ -329,11 +347,3 @@ async def end_jobs(head: Head, sandboxes: TreeSandboxes) -> None:
             await sandbox.end_jobs(head.session_id)
     except (SandboxDied, ClusterError):
         pass
-
-
-def _spawn_refusal(depth: int, children: int, limits: Limits) -> str | None:
-    if depth >= limits.max_depth:
-        return f"Not started: sub-agents may nest {limits.max_depth} levels deep (max_depth), this would be one more."
-    if children > limits.max_children:
-        return f"Not started: this session may start {limits.max_children} sub-agents (max_children) and has."
-    return None

@@ -79,8 +79,7 @@ class SummaryCompactor(BaseModel):
             messages=(Message.user(ASK + as_text(messages)),),
         )
         whole: Message | None = None
-        asked: LlmProvider = self.provider or provider
-        async with aclosing(asked.stream(request, cancel)) as deltas:  # type: ignore[type-var]  # streams are generators
+        async with aclosing(provider.stream(request, cancel)) as deltas:  # type: ignore[type-var]  # streams are generators
             async for delta in deltas:
                 whole = delta.message if isinstance(delta, MessageDelta) else whole
         text = clean(whole.text).strip() if whole is not None else ""

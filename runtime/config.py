@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.compaction import SummaryCompactor
 from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.limits import Limits
+from greenroom.runtime.middleware import Chain, checked_middleware
 from greenroom.runtime.ports import LlmProvider, ToolPolicy
 from greenroom.runtime.providers import provider_from_string
 from greenroom.runtime.rules import ToolPolicy as RuleSet
@@ -28,8 +30,6 @@ from greenroom.runtime.tools.registry import Tool, ToolRegistry
 from greenroom.runtime.yaml_file import read_yaml
 
 SANDBOX_KINDS = ("host", "bubblewrap")
-NOT_YET = ("middleware",)
-"""Fields of the API that this version refuses instead of ignoring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,6 @@ class AgentConfig:
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("the agent has no name")
-        for name in NOT_YET:
-            if getattr(self, name):
-                raise ConfigError(f"agent {self.name!r}: {name} is not available in this version", hint="Leave it out")
-            object.__setattr__(self, name, ())
         if self.durability not in ("effects", "step"):
             raise ConfigError(f"agent {self.name!r}: durability is {self.durability!r}", hint="effects or step")
         if self.capture_content != "none":
@@ -92,6 +88,7 @@ class AgentConfig:
         self._set("fallbacks", tuple(map(self._checked_provider, self.fallbacks)))
         self._set("skills", self._checked_skills())
         self._set("tools", self._checked_tools())
+        self._set("middleware", checked_middleware(self.middleware, self.name))
         self._set("sandbox", self._checked_sandbox())
         self._set("subagents", self._checked_subagents())
 
@@ -122,6 +119,11 @@ class AgentConfig:
         """The provider and its fallbacks, in the order they are tried."""
         others = [provider for provider in self.fallbacks if not isinstance(provider, str)]
         return (self.llm, *others)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The agent's middleware as its runs call it."""
+        return Chain(self.middleware)
 
     @property
     def skill_manager(self) -> SkillManager:
@@ -202,6 +204,8 @@ class AgentConfig:
             if not isinstance(fields["skills"], list):
                 raise ConfigError("skills is no list", hint="Write the folders, as in - ./skills")
             fields["skills"] = [folder / os.path.expanduser(str(path)) for path in fields["skills"]]
+        if "middleware" in fields:
+            fields["middleware"] = _middleware_from(fields["middleware"])
         if "policy" in fields:
             fields["policy"] = _policy_from(fields["policy"], folder)
         if "subagents" in fields:
@@ -268,6 +272,14 @@ def _tools_from_list(entries: Any, *, host: bool) -> list[Tool]:
         else:
             raise ConfigError(f"{entry} is a {type(found).__name__}", hint="Name a ToolRegistry, a Tool or a function")
     return tools
+
+
+def _middleware_from(entries: Any) -> list[Any]:
+    """What `module:attribute` names: an object, or a class to make one of."""
+    if not isinstance(entries, list):
+        raise ConfigError("middleware is no list", hint="Write entries such as - module:attribute")
+    found = [load_attribute(str(entry)) for entry in entries]
+    return [entry() if isinstance(entry, type) else entry for entry in found]
 
 
 def _policy_from(entry: Any, folder: Path) -> ToolPolicy | None:

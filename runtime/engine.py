@@ -26,7 +26,6 @@ from greenroom.runtime.host import Host
 from greenroom.runtime.ids import root_of
 from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.ports import Children, Clock, IdSource, SandboxFactory, TreeSandboxes
-from greenroom.runtime.providers.optional import OpenProviders
 from greenroom.runtime.results import RunResult, SessionInfo, Transcript
 from greenroom.runtime.session import TERMINATED, SessionDriver
 from greenroom.runtime.sessions import create_root, read_head, read_transcript
@@ -93,7 +92,6 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
         )
         self._drivers: WeakValueDictionary[str, SessionDriver] = WeakValueDictionary()
         self._runs: set[asyncio.Task[Any]] = set()
-        self._providers = OpenProviders()
         self._closed = False
 
     # -- sessions
@@ -139,7 +137,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
             task.cancel()
         ending = [asyncio.ensure_future(self._trees.close()), *self._runs]
         await asyncio.wait(ending, timeout=CLOSE_GRACE)
-        await self._providers.close()
+        await self._host.parts.close()
         await self.storage.close()
         return tuple(driver.session_id for driver in left)
 
@@ -164,8 +162,6 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
             driver = self._drivers[session_id] = SessionDriver(session_id, self._host, agent)
         elif agent is not None:
             driver.agent = agent
-        for provider in agent.providers if agent is not None else ():
-            self._providers.remember(provider)
         return driver
 
     def handle(self, session_id: str) -> EmbeddedSession:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from greenroom.runtime.open_parts import OpenParts
 from greenroom.runtime.ports import ChildHost, Clock, IdSource, TreeSandboxes
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.storage.storage import Storage
@@ -20,7 +21,8 @@ class Lifetime:
 class Host:
     """What a process gives to the sessions it drives; `owner` names it in the heads it owns.
 
-    host_fence: an embedding host's own fencing number, 0 for none; a session that has seen a higher one is refused.
+    parts: what their agents hold open; host_fence: an embedding host's own fencing number, 0 for none; a session that
+    has seen a higher one is refused.
     """
 
     storage: Storage
@@ -31,4 +33,5 @@ class Host:
     shelf: AgentShelf
     owner: str
     host_fence: int = 0
+    parts: OpenParts = field(default_factory=OpenParts)
     lifetime: Lifetime = field(default_factory=Lifetime)

@@ -32,6 +32,8 @@ DENIED = "Denied: it was not approved. It did not run."
 NOT_RUN_SANDBOX_LOST = "The sandbox was lost before this call had started. It did not run."
 NOT_RUN_RUN_FAILED = "Not run, or its result is lost: the run ended first. Reason: {reason}"
 
+RESULT_WITHHELD = "This call has run, or may have; its result could not be passed on. Reason: {reason}"
+
 WORKSPACE_RESTORED = (
     "The sandbox was lost, and the workspace was put back to its last snapshot. What these calls had changed in it is "
     "undone: {calls}. Look at the files before you go on."
@@ -70,6 +72,10 @@ class Outcome(Value):
     def of(cls, output: ToolOutput, *, counts: bool = False) -> Outcome:
         return cls.trusted(content=output.content, is_error=output.is_error, counts=counts)
 
+    @property
+    def output(self) -> ToolOutput:
+        return ToolOutput.trusted(content=self.content, is_error=self.is_error)
+
     @classmethod
     def error(cls, text: str, *, counts: bool = False) -> Outcome:
         return cls.of(ToolOutput.of_text(text, is_error=True), counts=counts)
@@ -80,7 +86,8 @@ class CallRecord(Value):
 
     key: minted once, `{sid}/{epoch}/{step}/{index}`; call_id: the provider's own id, for its history alone;
     runs_in: whether a sandbox keeps the outcome by key; verdict: what the policy said, and "allow" once someone has;
-    question: what an interrupting call asks, once it has run, or the policy about it;
+    question: what an interrupting call asks, once it has run, or the policy about it; answered: what a hook gives in
+    the tool's place, which then does not run;
     size: bytes of the arguments; arguments_blob: in a stored head, where large arguments lie instead.
     """
 
@@ -100,6 +107,7 @@ class CallRecord(Value):
     started: Mark | None = None
     outcome: Outcome | None = None
     question: Interrupt | None = None
+    answered: Outcome | None = None
 
     @property
     def open(self) -> bool:

@@ -7,6 +7,7 @@ with the next model call.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 from greenroom.runtime.batch import BatchRun, end_jobs, open_batch
@@ -15,7 +16,8 @@ from greenroom.runtime.compaction import SummaryCompactor, shown
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.errors import ClusterError, SandboxError
-from greenroom.runtime.journal import NOT_RUN_REPLY_CUT, Batch, placeholder_results
+from greenroom.runtime.gate import pass_gate
+from greenroom.runtime.journal import NOT_RUN_REPLY_CUT, placeholder_results
 from greenroom.runtime.machine import (
     BackOff,
     Broke,
@@ -29,14 +31,15 @@ from greenroom.runtime.machine import (
     Stop,
 )
 from greenroom.runtime.messages import Compaction, Message, Usage, storable
+from greenroom.runtime.middleware import HOOK_GRACE, HookFailed, RunHooks
 from greenroom.runtime.model_call import Broken, Cut, call_model
-from greenroom.runtime.policy import BrokenPolicy, judged
+from greenroom.runtime.policy import BrokenPolicy
 from greenroom.runtime.ports import Clock, TreeSandbox
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind
 from greenroom.runtime.retry import backoff
 from greenroom.runtime.run_ports import RunPorts
-from greenroom.runtime.state import Interrupted, WaitingForUser
+from greenroom.runtime.state import Interrupted, Success, WaitingForUser
 from greenroom.runtime.toolbox import Toolbox
 from greenroom.runtime.transitions import advance
 from greenroom.runtime.view import result_of
@@ -53,17 +56,52 @@ class Loop:
         self._agent = agent
         self._ports = ports
         self._toolbox = Toolbox(agent)
+        self._hooks = RunHooks(agent.chain, record.head.session_id, lambda: record.head.state)
         self._fallback = 0  # the provider that was last called
         self._compact_from = 0  # messages from which on a compaction is tried
         self._sandbox: TreeSandbox | None = None  # the one that the last batch used
 
     async def run(self, effects: tuple[Effect, ...]) -> None:
         """From these effects to the stop; the stop is durable when it returns. Raises StorageError."""
+        if self._agent.middleware:
+            effects = await self._enter(effects)
         while not isinstance(effects[0], Stop):
             effects = await self._step(effects)
+        if self._agent.middleware:
+            await self._leave()
         await self._end_jobs()
         await save_stop(self._record, self._ports.clock)
         await self._settle_sandbox()
+
+    async def _enter(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
+        """The hooks before a run; something else is to be done first when one failed or the run was cancelled."""
+        if isinstance(effects[0], Stop):
+            return effects
+        event: Event | None = None
+        async with cut_off_by(self._ports.cancel) as cut:
+            try:
+                await self._hooks.before_run()
+            except HookFailed as failed:
+                event = Broke(failed.failure)
+        if cut.happened:
+            event = await self._cancel_seen()
+        return effects if event is None else advance(self._record, event, self._agent.limits)
+
+    async def _leave(self) -> None:
+        """The hooks after a run. One that fails makes the run a failed one, unless it was cancelled or had failed."""
+        cancel = self._ports.cancel
+        try:
+            if cancel.cancelled:
+                async with asyncio.timeout(HOOK_GRACE):
+                    await self._hooks.after_run(result_of(self._record.head))
+            else:
+                async with cut_off_by(cancel):
+                    await self._hooks.after_run(result_of(self._record.head))
+        except (HookFailed, TimeoutError) as error:
+            failed = error if isinstance(error, HookFailed) else HookFailed("", "after_run", f"over {HOOK_GRACE:g} s")
+            self._ports.emitter.emit("notice", kind="middleware_failed", error=str(failed))
+            if isinstance(self._record.head.state, Success | WaitingForUser):
+                advance(self._record, Broke(failed.failure), self._agent.limits)
 
     async def _settle_sandbox(self) -> None:
         """Tells the sandbox that its outcomes are recorded; it has the workspace saved when the root stops."""
@@ -74,7 +112,11 @@ class Loop:
 
     async def _step(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
         """Does what was asked for, moves the record by what came of it, and answers what is to be done next."""
-        effects = advance(self._record, await self._perform(effects), self._agent.limits)
+        try:
+            event = await self._perform(effects)
+        except HookFailed as failed:
+            event = Broke(failed.failure)
+        effects = advance(self._record, event, self._agent.limits)
         if isinstance(effects[0], RunBatch | Stop):
             return effects  # a batch saves itself with its first marks, a stop with its result
         if self._agent.durability == "step":
@@ -125,7 +167,12 @@ class Loop:
         if chosen and chosen != self._fallback:
             ports.emitter.emit("notice", kind="fallback", provider=chosen)
         self._fallback = chosen
-        reply = await call_model(providers[chosen], request, ports.cancel, ports.emitter)
+        try:
+            reply = await call_model(self._hooks.around(providers[chosen]), request, ports.cancel, ports.emitter)
+        except HookFailed as failed:
+            if failed.point == "before_model":
+                raise
+            return ModelFailed(failed.failure)
         match reply:
             case Cut(text=text):
                 return await self._cancel_seen(text, called=True)
@@ -154,7 +201,7 @@ class Loop:
         if cut is None or first + cut <= (before.upto if before is not None else 0):
             return
         agent, number = record.head.state.agent, 1 if before is None else before.number + 1
-        provider = self._agent.providers[self._chosen]
+        provider = self._hooks.around(compactor.provider or self._agent.providers[self._chosen])
         try:
             async with cut_off_by(ports.cancel):
                 summary, usage = await compactor.summarize(
@@ -163,6 +210,8 @@ class Loop:
                 state = record.head.state.but(agent=agent.but(usage=agent.usage + usage))
                 record.update(state=state, compaction=Compaction(upto=first + cut, summary=summary, number=number))
                 ports.emitter.emit("notice", kind="compaction", upto=first + cut)
+        except HookFailed:
+            raise
         except Exception as error:  # a summary is no reason to end a run
             ports.emitter.emit("notice", kind="compaction_failed", error=f"{type(error).__name__}: {error}"[:300])
             self._compact_from = len(record.messages) + RETRY_COMPACTION
@@ -193,34 +242,24 @@ class Loop:
 
     async def _run_batch(self) -> Event:
         ports = self._ports
-        refused = await self._judge() if self._agent.policy is not None else None
+        refused = await self._judge()
         if refused is not None:
             return refused
-        batch = BatchRun(self._record, self._agent, self._toolbox, ports)
+        batch = BatchRun(self._record, self._agent, self._toolbox, self._hooks, ports)
         try:
             return await batch.run()
         finally:
             self._sandbox = batch.sandbox or self._sandbox
 
     async def _judge(self) -> Event | None:
-        """Has the policy judge the open batch, unless it has; an event when the batch is not to run."""
-        head = self._record.head
-        assert head.batch is not None, "a batch runs only while one is open"
+        """Has hooks and policy make the open batch final, unless it is; an event when it is not to run."""
+        ports = self._ports
         try:
-            async with cut_off_by(self._ports.cancel) as cut:
-                batch = await judged(head.batch, self._agent.policy, head.session_id)
-                self._tell_verdicts(head.batch, batch)
-                self._record.update(batch=batch)
+            async with cut_off_by(ports.cancel) as cut:
+                await pass_gate(self._record, self._agent, self._toolbox, self._hooks, ports.emitter)
         except BrokenPolicy as error:
             return Broke(Failure(kind=FailureKind.middleware, message=str(error), retryable=False))
         return await self._cancel_seen() if cut.happened else None
-
-    def _tell_verdicts(self, before: Batch, after: Batch) -> None:
-        """For whoever keeps an eye on what agents may do: every call that was judged just now."""
-        judged_now = [] if before.judged else [call.key for call in before.open_calls]
-        for key in judged_now:
-            call = after.call(key)
-            self._ports.emitter.emit("notice", kind="policy", call_key=key, tool=call.name, decision=call.verdict)
 
     async def _cancel_seen(self, text: str | None = None, *, called: bool = False) -> CancelSeen:
         reason = self._ports.cancel.reason

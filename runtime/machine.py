@@ -275,9 +275,11 @@ TABLE: dict[tuple[type[Any], type[Any]], Rule] = {
     (ToolExecuting, Broke): Rule((Fail,), _broke),
     (WaitingForUser, Answered): Rule((ToolExecuting,), _answered),
     (WaitingForUser, CancelSeen): Rule((Interrupted,), _cancel_seen),
+    (WaitingForUser, Broke): Rule((Fail,), _broke),
     (Interrupted, Resumed): Rule((Reasoning, Fail), _reason),
     (Interrupted, UserSaid): Rule((Ready,), _user_said),
     (Success, UserSaid): Rule((Ready,), _user_said),
+    (Success, Broke): Rule((Fail,), _broke),
     (Fail, UserSaid): Rule((Ready,), _user_said),
 }
 

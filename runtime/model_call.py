@@ -11,6 +11,7 @@ from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.emitter import Emitter
 from greenroom.runtime.errors import GreenroomError, ProviderError
 from greenroom.runtime.messages import Message, MessageDelta, TextDelta, ThinkingDelta
+from greenroom.runtime.middleware import HookFailed
 from greenroom.runtime.ports import LlmProvider
 from greenroom.runtime.results import FailureKind
 
@@ -33,7 +34,7 @@ class Broken:
 async def call_model(
     provider: LlmProvider, request: ModelRequest, cancel: CancelToken, emitter: Emitter
 ) -> Message | Broken | Cut:
-    """The whole message, or how far a failed or a cancelled stream had come. Never raises for a model's failure."""
+    """The whole message, or how far a failed or a cancelled stream had come; raises nothing but HookFailed."""
     said: list[str] = []
     async with cut_off_by(cancel):
         reply = await _consume(provider, request, cancel, emitter, said)
@@ -58,6 +59,8 @@ async def _consume(
                         emitter.emit("thinking", text=text)
                     case MessageDelta(message=whole):
                         message = whole
+    except HookFailed:
+        raise
     except ProviderError as error:
         error.emitted = error.emitted or emitted
         return error

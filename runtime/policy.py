@@ -38,10 +38,14 @@ async def judged(batch: Batch, policy: ToolPolicy | None, session_id: str) -> Ba
     return batch.but(judged=True)
 
 
+def proposed(call: CallRecord) -> ProposedCall:
+    """The call as others are shown it; what they do with it changes nothing."""
+    return ProposedCall(call.key, call.name, deepcopy(call.arguments), call.effect)
+
+
 async def _verdicts(policy: ToolPolicy, session_id: str, calls: list[CallRecord]) -> list[Verdict]:
-    proposed = tuple(ProposedCall(call.key, call.name, deepcopy(call.arguments), call.effect) for call in calls)
     try:
-        verdicts = list(await policy.judge(session_id, proposed))
+        verdicts = list(await policy.judge(session_id, tuple(map(proposed, calls))))
     except Exception as error:
         raise BrokenPolicy(f"{type(policy).__name__} raised {type(error).__name__}: {error}") from error
     if len(verdicts) != len(calls) or not all(isinstance(verdict, Verdict) for verdict in verdicts):

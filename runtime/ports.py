@@ -7,15 +7,26 @@ nothing else.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from greenroom.runtime.calls import CallRef, ExecResult, JobState, ModelRequest, ProposedCall, SandboxSpec, Verdict
+from greenroom.runtime.calls import (
+    CallRef,
+    ExecResult,
+    JobState,
+    ModelRequest,
+    ProposedCall,
+    SandboxSpec,
+    ToolOutput,
+    Verdict,
+)
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.editing import Edit, Edited
 from greenroom.runtime.events import Event
 from greenroom.runtime.messages import Delta, Message
 from greenroom.runtime.operations import Operation, OperationResult
 from greenroom.runtime.results import RunResult
+from greenroom.runtime.state import State
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -329,6 +340,51 @@ class ToolPolicy(Protocol):
         What it raises ends the run as Fail(middleware): nothing of the batch runs.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class HookContext:
+    """What a hook may know of its session: a snapshot, of which nothing leads back into the runtime."""
+
+    session_id: str
+    state: State
+
+
+class Middleware:
+    """Hooks around runs, model calls and tool calls: derive from it, or give any object some of these async methods.
+
+    Those before are called in the order of the agent's list, those after in reverse. A hook that raises ends the run
+    as Fail(middleware), and is not tried again; after a crash, what had not been recorded yet is hooked once more.
+    name: in failures and notices, the class's name if empty. live: what models and tools put out may be watched before
+    the hooks after them have seen it; otherwise it is held back until then, since one of them may take a secret out.
+    """
+
+    name: str = ""
+    live: bool = False
+
+    async def before_run(self, ctx: HookContext) -> None:
+        """A run begins, or goes on after an answer, an interruption or a crash."""
+
+    async def after_run(self, ctx: HookContext, result: RunResult) -> None:
+        """A run has come to a stop, which is not durable yet; called if this middleware's before_run had ended."""
+
+    async def before_model(self, ctx: HookContext, request: ModelRequest) -> ModelRequest | None:
+        """The request as it is to be sent, this one time; None leaves it as it is."""
+
+    async def after_model(self, ctx: HookContext, message: Message) -> Message | None:
+        """The reply as it is to be stored, shown and acted on; None leaves it as it is."""
+
+    async def before_tool(self, ctx: HookContext, call: ProposedCall) -> ProposedCall | ToolOutput | str | None:
+        """The call as it is to be judged and run, or a result in its place; None leaves it as it is.
+
+        Asked for every call of a batch that could run, before the policy judges and before any of them runs.
+        """
+
+    async def after_tool(self, ctx: HookContext, call: ProposedCall, output: ToolOutput) -> ToolOutput | str | None:
+        """The result as it is to be stored and shown, also of a call that a hook answered; None leaves it as it is."""
+
+    async def close(self) -> None:
+        """Whoever holds the agent is done: called once, the last middleware first."""
 
 
 class EventSink(Protocol):

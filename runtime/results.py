@@ -58,11 +58,15 @@ _RETRYABLE = frozenset(
 
 
 class Failure(Value):
-    """`message` is for people and logs; it names no secret."""
+    """`message` is for people and logs; it names no secret.
+
+    tool_executed: of a hook that failed beside a tool, whether that tool had run, or may have; None elsewhere.
+    """
 
     kind: FailureKind
     message: ShortText
     retryable: bool
+    tool_executed: bool | None = None
 
 
 class PendingCall(Value):

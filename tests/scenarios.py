@@ -11,20 +11,24 @@ from scenes import bash, call, calls, default_registry, scripted
 
 from greenroom import (
     AgentConfig,
+    HookContext,
     Interrupt,
+    Middleware,
     ModelRequest,
     ProposedCall,
     RunFailed,
+    RunResult,
     SandboxSpec,
     Scripted,
     Storage,
     SubAgent,
     SummaryCompactor,
     ToolContext,
+    ToolOutput,
     ToolRegistry,
     Verdict,
 )
-from greenroom.runtime.messages import ToolResultBlock
+from greenroom.runtime.messages import Message, TextBlock, ToolResultBlock
 from greenroom.runtime.sessions import read_transcript
 from greenroom.runtime.testing.crash_world import SESSION
 from greenroom.testing import CrashWorld, Scenario, drive_to_end
@@ -102,6 +106,55 @@ class AsksAboutSend:
 def approval() -> AgentConfig:
     batch = calls(call("bash", command="one"), call("send", to="x"), call("put", name="a", value="b"))
     return both(batch, "done", policy=AsksAboutSend())
+
+
+class Marks(Middleware):
+    """Answers a read in its tool's place, marks every result, and has a hook at every point."""
+
+    async def before_run(self, ctx: HookContext) -> None: ...
+
+    async def after_run(self, ctx: HookContext, result: RunResult) -> None: ...
+
+    async def before_model(self, ctx: HookContext, request: ModelRequest) -> None: ...
+
+    async def after_model(self, ctx: HookContext, message: Message) -> Message:
+        return message.but(content=(TextBlock(text="[marked]"), *message.content))
+
+    async def before_tool(self, ctx: HookContext, call: ProposedCall) -> str | None:
+        return "kept" if call.arguments.get("what") == "kept" or call.tool == "put" else None
+
+    async def after_tool(self, ctx: HookContext, call: ProposedCall, output: ToolOutput) -> str | None:
+        return None if output.is_error else f"[marked] {output.text}"
+
+
+def hooked() -> AgentConfig:
+    """Hooks and a policy that denies, also what a hook answers, and asks."""
+    batch = calls(
+        call("look", what="kept"),
+        call("put", name="a", value="b"),
+        call("send", to="x"),
+        call("bash", command="one"),
+        call("send", to="y"),
+    )
+    return both(batch, calls(call("look", what="b")), "done", policy=AsksAboutSend(), middleware=[Marks()])
+
+
+async def everything_was_marked(world: CrashWorld) -> list[str]:
+    """No reply and no result got past the hooks, what they answered did not run, and the policy had the last word."""
+    found = []
+    transcript = await read_transcript(Storage.over(world.objects), SESSION)
+    for message in transcript.messages:
+        if message.role == "assistant" and message.stop != "cancelled" and not message.text.startswith("[marked]"):
+            found.append(f"a reply that no hook saw: {message.text!r}")
+        for block in message.content:
+            if isinstance(block, ToolResultBlock) and not (block.is_error or block.text.startswith("[marked]")):
+                found.append(f"a result that no hook saw: {block.text!r}")
+    answered = [
+        block for m in transcript.messages for block in m.content if getattr(block, "text", "").endswith("kept")
+    ]
+    found += ["a denied call was answered"] if len(answered) > 1 else []
+    ran = [json.loads(key) for key in world.effects.began]
+    return found + [f"{tool} ran" for tool, arguments in ran if tool == "put" or arguments.get("what") == "kept"]
 
 
 def child_of(*script: Any, **fields: Any) -> AgentConfig:
@@ -237,6 +290,7 @@ SCENARIOS = [
     Scenario("mixed batch", mixed),
     Scenario("question and answer", question),
     Scenario("approval", approval),
+    Scenario("hooks", hooked, sandboxes=("survives",), check=everything_was_marked),
     Scenario("interrupting tools", interrupting, sandboxes=("dies",)),
     Scenario("children", children),
     Scenario("family of three levels", family, sandboxes=("survives",)),

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = """
 AgentConfig AgentRuntime AgentUnavailable AlreadyExists Anthropic CancelToken ClaimHeld ClusterError ConfigError
 Conflict Deleted EditRefused Event ExecResult Failure FailureKind Fenced GreenroomError IllegalTransition ImageBlock
-Interrupt InterruptPending JobNotFound JobState Limits MapResult Message MessageDelta ModelRequest NewerSchema
+HookContext Interrupt InterruptPending JobNotFound JobState Limits MapResult Message MessageDelta Middleware
+ModelRequest NewerSchema
 NotFound OpenAICompatible PathRefused PendingCall PoolConfig PoolMismatch PreconditionFailed PreflightError
 ProposedCall ProviderError ReasoningBlock RedactedThinkingBlock RequestConflict RunFailed RunResult RunStatus Runtime
 SandboxConflict SandboxDied SandboxError SandboxFenced SandboxLimits SandboxSpec SandboxUnavailable Scripted Session

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakValueDictionary
-
 from greenroom.runtime.ports import LlmProvider
 
 
@@ -19,23 +17,3 @@ async def close(provider: LlmProvider) -> None:
     ending = getattr(provider, "close", None)
     if ending is not None:
         await ending()
-
-
-class OpenProviders:
-    """Providers whose connections `close` lets go of, for as long as anybody uses them."""
-
-    def __init__(self) -> None:
-        self._known: WeakValueDictionary[int, LlmProvider] = WeakValueDictionary()
-        self._lasting: dict[int, LlmProvider] = {}  # those that take no weak references
-
-    def remember(self, provider: LlmProvider) -> None:
-        if not hasattr(provider, "close"):
-            return
-        try:
-            self._known[id(provider)] = provider
-        except TypeError:
-            self._lasting[id(provider)] = provider
-
-    async def close(self) -> None:
-        for provider in [*self._known.values(), *self._lasting.values()]:
-            await close(provider)

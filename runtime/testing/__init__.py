@@ -1,5 +1,6 @@
 """What users test with too: fakes of every port, and checks that hold for every implementation."""
 
+from greenroom.runtime.history import HistoryError, strict_history
 from greenroom.runtime.testing.clock import FakeClock, SeededIds
 from greenroom.runtime.testing.contracts import (
     ContractBroken,
@@ -10,7 +11,6 @@ from greenroom.runtime.testing.contracts import (
 from greenroom.runtime.testing.crash import CrashFailure, CrashReport, Scenario, crash_everywhere, drive_to_end
 from greenroom.runtime.testing.crash_world import CrashWorld
 from greenroom.runtime.testing.faulty import Fault, FaultyStore
-from greenroom.runtime.testing.history import HistoryError, strict_history
 from greenroom.runtime.testing.provider_contract import check_provider
 from greenroom.runtime.testing.sandbox import FakeSandbox, FakeSandboxes
 from greenroom.runtime.testing.sandbox_contract import check_sandbox

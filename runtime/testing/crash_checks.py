@@ -9,13 +9,13 @@ from itertools import pairwise
 
 from greenroom.runtime import journal
 from greenroom.runtime.config import AgentConfig
+from greenroom.runtime.history import HistoryError, strict_history
 from greenroom.runtime.messages import Message, ToolCallBlock, ToolResultBlock
 from greenroom.runtime.results import SessionInfo
 from greenroom.runtime.sessions import list_sessions, read_transcript
 from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.testing.crash_world import CrashWorld
 from greenroom.runtime.testing.effects import effect_key
-from greenroom.runtime.testing.history import HistoryError, strict_history
 from greenroom.runtime.tools.registry import Tool
 from greenroom.runtime.tools.schema import BadArguments, validate
 

@@ -11,14 +11,15 @@ from typing import Any, Protocol, TypeVar
 from greenroom.runtime.calls import CallRef, ExecResult, Interrupt, ModelRequest, SandboxSpec
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.config import AgentConfig, SubAgent
+from greenroom.runtime.history import strict_history
 from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.messages import Delta, MessageDelta
+from greenroom.runtime.middleware import POINTS, has_hook, name_of
 from greenroom.runtime.operations import Operation, OperationResult
 from greenroom.runtime.ports import LlmProvider, ObjectStore
 from greenroom.runtime.storage.snapshots import Saved
 from greenroom.runtime.testing.clock import FakeClock
 from greenroom.runtime.testing.effects import Effects
-from greenroom.runtime.testing.history import strict_history
 from greenroom.runtime.testing.sandbox import FakeSandbox, restored_files
 from greenroom.runtime.tools.output import to_output
 from greenroom.runtime.tools.registry import Tool
@@ -108,14 +109,32 @@ class GatedProvider:
 
 
 def gated_agent(agent: AgentConfig, world: World) -> AgentConfig:
-    """The agent with its model and the tools of its own process behind gates, down to its sub-agents."""
+    """The agent with its model, its hooks and the tools of its own process behind gates, down to its sub-agents."""
     children: dict[str, SubAgent] = {}
     for name in agent.subagents:
         child = agent.subagent(name)
         inner = child.agent if child.agent == "self" else gated_agent(child.agent, world)
         children[name] = dataclasses.replace(child, agent=inner)
     tools = [_gated_tool(tool, world) if tool.spec.runs_in == "process" else tool for tool in agent.registry]
-    return dataclasses.replace(agent, provider=GatedProvider(agent.llm, world), tools=tools, subagents=children)
+    hooks = [_gated_middleware(part, world) for part in agent.middleware]
+    model = GatedProvider(agent.llm, world)
+    return dataclasses.replace(agent, provider=model, tools=tools, subagents=children, middleware=hooks)
+
+
+def _gated_middleware(part: Any, world: World) -> Any:
+    """A middleware with the same hooks, each between two gates."""
+
+    def gated(point: str) -> Any:
+        async def hook(_self: Any, *args: Any) -> Any:
+            await world.gate(f"before the hook {point}")
+            made = await getattr(part, point)(*args)
+            await world.gate(f"after the hook {point}")
+            return made
+
+        return hook
+
+    hooks = {point: gated(point) for point in POINTS if has_hook(part, point)}
+    return type("GatedMiddleware", (), {"name": name_of(part), **hooks})()
 
 
 def _gated_tool(tool: Tool, world: World) -> Tool:

@@ -63,9 +63,11 @@ class ToolSpec:
             raise ConfigError(f"tool {self.name!r}: timeout is {self.timeout}", hint="Give seconds, 0 for none")
 
 
-class _NoProgress:
+class Unheard:
+    """Progress that nobody listens to."""
+
     def emit_text(self, text: str) -> None:
-        """Nobody listens."""
+        """Changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ async def _call(function: Callable[..., Any], args: tuple[Any, ...], named: dict
 
 
 def _detached_context() -> ToolContext:
-    return ToolContext("", "", CancelToken(), _NoProgress())
+    return ToolContext("", "", CancelToken(), Unheard())
 
 
 class ToolRegistry:

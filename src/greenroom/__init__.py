@@ -76,6 +76,8 @@ if TYPE_CHECKING:
     from greenroom.runtime.messages import ToolCallDelta as ToolCallDelta
     from greenroom.runtime.messages import ToolResultBlock as ToolResultBlock
     from greenroom.runtime.messages import Usage as Usage
+    from greenroom.runtime.ports import HookContext as HookContext
+    from greenroom.runtime.ports import Middleware as Middleware
     from greenroom.runtime.protocols import Runtime as Runtime
     from greenroom.runtime.protocols import Session as Session
     from greenroom.runtime.providers import Anthropic as Anthropic
@@ -123,6 +125,7 @@ _HOME = {
     "GreenroomError": "runtime.errors",
     "IllegalTransition": "runtime.errors",
     "ImageBlock": "runtime.messages",
+    "HookContext": "runtime.ports",
     "Interrupt": "runtime.calls",
     "JobState": "runtime.calls",
     "InterruptPending": "runtime.errors",
@@ -130,6 +133,7 @@ _HOME = {
     "MapResult": "runtime.results",
     "Message": "runtime.messages",
     "MessageDelta": "runtime.messages",
+    "Middleware": "runtime.ports",
     "ModelRequest": "runtime.calls",
     "NewerSchema": "runtime.errors",
     "NotFound": "runtime.errors",
@@ -216,6 +220,7 @@ __all__ = [
     "FailureKind",
     "Fenced",
     "GreenroomError",
+    "HookContext",
     "IllegalTransition",
     "ImageBlock",
     "Interrupt",
@@ -226,6 +231,7 @@ __all__ = [
     "MapResult",
     "Message",
     "MessageDelta",
+    "Middleware",
     "ModelRequest",
     "NewerSchema",
     "NotFound",

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios import SCENARIOS, both, children, effects, long_history, mixed, own, plain, saved
+from scenarios import SCENARIOS, both, children, effects, hooked, long_history, mixed, own, plain, saved
 from scenes import bash, call, calls, results
 
 from greenroom import AgentConfig, AgentRuntime, Interrupt, Storage, ToolRegistry
 from greenroom.runtime import batch, journal, record, transitions
+from greenroom.runtime import gate as batch_gate
 from greenroom.runtime.journal import Batch, CallRecord, Outcome, Recovery
 from greenroom.runtime.messages import Message
+from greenroom.runtime.policy import judged
 from greenroom.runtime.storage import Head, MemoryObjectStore, SqliteObjectStore
 from greenroom.runtime.tree_snapshots import TreeSnapshots
 from greenroom.testing import CrashFailure, CrashWorld, FakeSandboxes, Scenario, crash_everywhere
@@ -75,6 +77,16 @@ def saves_too_late(self: TreeSnapshots, packed: Any, watermark: Any) -> Any:
     return PUT(self, packed, later)
 
 
+async def lets_answers_pass(batch: Batch, policy: Any, session_id: str) -> Batch:
+    """Judges only what no hook has answered."""
+    ruled = await JUDGED(batch, policy, session_id)
+    for answered in [one for one in batch.calls if one.answered is not None]:
+        ruled = ruled.put(answered)
+    return ruled
+
+
+JUDGED = judged
+HOOKS = next(scenario for scenario in SCENARIOS if scenario.agent is hooked)
 PUT = TreeSnapshots.put
 LOST = next(scenario for scenario in SCENARIOS if scenario.agent is saved)
 BROKEN: list[tuple[Any, str, Any, Any, str]] = [
@@ -83,6 +95,7 @@ BROKEN: list[tuple[Any, str, Any, Any, str]] = [
     (transitions, "results_message", swaps_results, mixed, "never gave"),
     (record.Record, "save", does_not_wait, effects, "."),
     (Head, "uncovered", covers_everything, LOST, "are lost"),
+    (batch_gate, "judged", lets_answers_pass, HOOKS, "a denied call was answered"),
     (TreeSnapshots, "put", saves_too_late, LOST, "are lost"),
 ]
 
