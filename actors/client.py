@@ -43,6 +43,7 @@ from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import State
 from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage
+from greenroom.runtime.tool_tasks import ToolTasks
 from greenroom.runtime.view import info_of
 from greenroom.runtime.workspace import remove_managed_workspace
 
@@ -92,6 +93,7 @@ class RayRuntime(RuntimeFacade["RaySession"]):
             ids=RandomIds(),
             shelf=AgentShelf(self.storage),
             owner=f"client:{os.getpid()}:{uuid.uuid4().hex[:8]}",
+            tasks=ToolTasks(RandomIds(), SystemClock(), outlive_runs=False),
         )
 
     # -- sessions

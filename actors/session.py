@@ -33,6 +33,7 @@ from greenroom.runtime.session import SessionDriver
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage
+from greenroom.runtime.tool_tasks import ToolTasks
 
 T = TypeVar("T")
 
@@ -186,6 +187,7 @@ class SessionHost:
                 ids=RandomIds(),
                 shelf=AgentShelf(storage, self._supervisor.get_agent),
                 owner=f"ray:{self._namespace}:{self._name}",
+                tasks=ToolTasks(RandomIds(), SystemClock(), outlive_runs=False),
             )
         return self._host
 

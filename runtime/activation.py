@@ -124,18 +124,20 @@ class Activation:
             if record.head.cancel is not None:  # its owner was cancelling it when it died
                 await self._end(record, children, record.head.cancel.reason)
             else:
-                ports = RunPorts(host.sandboxes, children, emitter, host.clock, host.ids, token)
+                ports = RunPorts(host.sandboxes, children, emitter, host.clock, host.ids, host.tasks, token)
                 await Loop(record, agent, ports).run(begun.effects)
             result = result_of(record.head)
         except Exception as error:  # a store or a sandbox that is lost; the session goes on from what is durable
             children.abandon()
             failed = _broken_off(record.head, error)
             emitter.emit("run_finished", result=failed.result)
+            emitter.close()
             raise failed from error
         finally:
             forget_alarm()
             await record.settle()
         emitter.emit("run_finished", result=result)
+        emitter.close()
         return result
 
     async def park(self, head: Head, etag: str, reason: str) -> RunResult | None:

@@ -41,6 +41,7 @@ _SPEC_FIELDS = (
     "description",
     "effect",
     "timeout",
+    "yield_after",
     "may_interrupt",
     "runs_in",
     "needs_sandbox",

@@ -12,7 +12,14 @@ from greenroom.runtime.call_group import CallGroup, Early
 from greenroom.runtime.call_sandbox import CallSandbox
 from greenroom.runtime.calls import CallRef, Interrupt, ToolContext, ToolOutput
 from greenroom.runtime.config import AgentConfig
-from greenroom.runtime.errors import ClusterError, PreflightError, SandboxDied, SandboxFenced, SandboxUnavailable
+from greenroom.runtime.errors import (
+    ClusterError,
+    JobNotFound,
+    PreflightError,
+    SandboxDied,
+    SandboxFenced,
+    SandboxUnavailable,
+)
 from greenroom.runtime.gate import refuse_spawns
 from greenroom.runtime.journal import (
     NOT_RUN_SANDBOX_LOST,
@@ -34,13 +41,14 @@ from greenroom.runtime.machine import Asked, BatchDone, Broke, CancelSeen
 from greenroom.runtime.messages import Message, clean
 from greenroom.runtime.middleware import HookFailed, RunHooks
 from greenroom.runtime.policy import proposed
-from greenroom.runtime.ports import Children, TreeSandbox, TreeSandboxes
+from greenroom.runtime.ports import Children, Progress, TreeSandbox, TreeSandboxes
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind, RunStatus
 from greenroom.runtime.run_ports import RunPorts
 from greenroom.runtime.storage.head import Head, SandboxRef
+from greenroom.runtime.tool_tasks import ToolTasks
 from greenroom.runtime.toolbox import Toolbox, spawn_output
-from greenroom.runtime.tools.registry import Tool, Unheard
+from greenroom.runtime.tools.registry import Tool, Unheard, is_async
 
 SANDBOX_GRACE = 5.0
 """Seconds a sandbox gets, beyond a call's own limit, to end the command and answer what it had put out."""
@@ -111,7 +119,7 @@ class BatchRun:
     async def _settle_lost(self) -> None:
         """After a take-over: what may have run and cannot be asked is ended, and gets the honest result."""
         marked = [call for call in self._batch.open_calls if call.started is not None]
-        uses_sandbox = any(call.runs_in == "sandbox" for call in marked)
+        uses_sandbox = any(call.started.place != InProcess for call in marked if call.started is not None)
         incarnation = (await self._open_sandbox()).incarnation if uses_sandbox else None
         for call in marked:
             if decide(call, incarnation) is Recovery.unknown:
@@ -145,7 +153,8 @@ class BatchRun:
 
     async def _mark(self, call: CallRecord) -> CallRecord:
         """Notes that the call may begin from now on, and where; registers a child before it is created."""
-        place = (await self._open_sandbox()).incarnation if call.runs_in == "sandbox" else InProcess
+        in_sandbox = call.runs_in == "sandbox" and self._record.head.sandbox is not None
+        place = (await self._open_sandbox()).incarnation if in_sandbox else InProcess
         marked = call.but(started=Mark.trusted(place=place, epoch=self._record.head.epoch))
         self._put(marked)
         if call.spawns:
@@ -238,13 +247,17 @@ class BatchRun:
             return Outcome.error(text[:MAX_ERROR_TEXT], counts=True)
 
     async def _run_tool(self, tool: Tool, call: CallRecord) -> Outcome | Interrupt:
+        if tool.builtin in ("check", "kill") and self._ports.tasks.owns(str(call.arguments["id"])):
+            return await self._look_after(tool, call)
+        if tool.spec.yield_after is not None and tool.spec.runs_in == "process":
+            return await self._run_yielding(tool, call, tool.spec.yield_after)
         limit = self._limit(tool)
         sandbox = self._call_sandbox(tool, call, limit)
         context = ToolContext(
             session_id=self._record.head.session_id,
             call_key=call.key,
             cancel=self._ports.cancel.child(timeout=limit),
-            progress=Unheard() if self._hooks.holds_progress else self._ports.emitter.progress(call.key),
+            progress=self._progress(call),
             sandbox=sandbox,
         )
         try:
@@ -255,6 +268,35 @@ class BatchRun:
                 saves = self.sandbox is not None and self.sandbox.saves
                 self._record.head = head.with_unsaved(sandbox.changed, call.name) if saves and sandbox.changed else head
         return made if isinstance(made, Interrupt) else Outcome.of(made)
+
+    async def _run_yielding(self, tool: Tool, call: CallRecord, window: float) -> Outcome | Interrupt:
+        """A tool of this process that goes on as a background job when it takes longer than its window."""
+        tasks = self._ports.tasks
+        task = tasks.new(self._progress(call))
+        context = ToolContext(self._record.head.session_id, call.key, task.cancel, task)
+        work = tool.invoke(self._toolbox.arguments(tool, call), context)
+        made, job = await tasks.run(
+            task, work, context.session_id, call.key, window, blocking=not is_async(tool.function)
+        )
+        if job is not None:
+            self._record.head = self._record.head.with_jobs({job: True})
+        return made if isinstance(made, Interrupt) else Outcome.of(made)
+
+    async def _look_after(self, tool: Tool, call: CallRecord) -> Outcome:
+        """`check` and `kill` of such a job."""
+        tasks, id = self._ports.tasks, str(call.arguments["id"])
+        try:
+            if tool.builtin == "kill":
+                made, running = await tasks.kill(id, call.key)
+            else:
+                made, running = await tasks.check(id, call.key, call.arguments.get("wait_secs"))
+        except JobNotFound as error:
+            made, running = ToolOutput.of_text(str(error), is_error=True), False
+        self._record.head = self._record.head.with_jobs({id: running})
+        return Outcome.of(made)
+
+    def _progress(self, call: CallRecord) -> Progress:
+        return Unheard() if self._hooks.holds_progress else self._ports.emitter.progress(call.key)
 
     async def _run_spawn(self, call: CallRecord) -> Outcome:
         """A child's end is a result for its parent, whatever it is."""
@@ -337,8 +379,9 @@ async def end_call(call: CallRecord, record: Record, sandboxes: TreeSandboxes) -
         pass
 
 
-async def end_jobs(head: Head, sandboxes: TreeSandboxes) -> None:
+async def end_jobs(head: Head, sandboxes: TreeSandboxes, tasks: ToolTasks) -> None:
     """Ends the session's background jobs; a sandbox that is gone, or does not answer any more, has none."""
+    await tasks.end_all_of(head.session_id)
     if head.sandbox is None or head.sandbox.incarnation is None:
         return  # it has never used one
     try:

@@ -18,11 +18,18 @@ class Emitter:
         self._sink = sink
         self._clock = clock
         self._count = 0
+        self._closed = False
         self._loop = asyncio.get_running_loop()
 
     def emit(self, type: EventType, **data: Any) -> None:
+        if self._closed:
+            return
         self._count += 1
         self._sink.emit(Event(f"{self._epoch}.{self._count}", type, self._session_id, self._clock.time(), data))
+
+    def close(self) -> None:
+        """The run is over: what a tool that goes on has to say belongs to no run any more."""
+        self._closed = True
 
     def progress(self, call_key: str) -> CallProgress:
         return CallProgress(self, self._loop, call_key)

@@ -33,6 +33,7 @@ from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import State
 from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage
+from greenroom.runtime.tool_tasks import ToolTasks
 from greenroom.runtime.view import info_of
 from greenroom.runtime.workspace import remove_managed_workspace
 
@@ -88,6 +89,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
             ids=ids,
             shelf=AgentShelf(self.storage),
             owner=f"local:{socket.gethostname()}:{os.getpid()}:{ids.new_id()[:8]}",
+            tasks=ToolTasks(ids, clock, outlive_runs=True),
             host_fence=host_fence,
         )
         self._drivers: WeakValueDictionary[str, SessionDriver] = WeakValueDictionary()
@@ -135,7 +137,8 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
             driver.tell_cancelled(CLOSED, hard=True)
         for task in self._runs:
             task.cancel()
-        ending = [asyncio.ensure_future(self._trees.close()), *self._runs]
+        ends = [asyncio.ensure_future(self._trees.close()), asyncio.ensure_future(self._host.tasks.close())]
+        ending = [*ends, *self._runs]
         await asyncio.wait(ending, timeout=CLOSE_GRACE)
         await self._host.parts.close()
         await self.storage.close()

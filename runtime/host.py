@@ -8,6 +8,7 @@ from greenroom.runtime.open_parts import OpenParts
 from greenroom.runtime.ports import ChildHost, Clock, IdSource, TreeSandboxes
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.storage.storage import Storage
+from greenroom.runtime.tool_tasks import ToolTasks
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Host:
     ids: IdSource
     shelf: AgentShelf
     owner: str
+    tasks: ToolTasks
     host_fence: int = 0
     parts: OpenParts = field(default_factory=OpenParts)
     lifetime: Lifetime = field(default_factory=Lifetime)

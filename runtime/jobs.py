@@ -105,6 +105,10 @@ class Jobs:
         job.killed = job.killed or _end_of(job.process) is None
         await job.process.kill()  # also of one that has ended: it may have left children
 
+    def process(self, id: str) -> Process:
+        """What runs behind the id; raises JobNotFound."""
+        return self._find(id).process
+
     def give_back(self, key: str) -> None:
         """The call was ended: what it was given goes to the next one that asks."""
         for job in self._jobs.values():

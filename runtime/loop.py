@@ -63,6 +63,8 @@ class Loop:
 
     async def run(self, effects: tuple[Effect, ...]) -> None:
         """From these effects to the stop; the stop is durable when it returns. Raises StorageError."""
+        if self._record.head.jobs:
+            self._record.head = self._record.head.with_jobs(self._ports.tasks.lost(self._record.head.jobs))
         if self._agent.middleware:
             effects = await self._enter(effects)
         while not isinstance(effects[0], Stop):
@@ -127,11 +129,14 @@ class Loop:
 
     async def _end_jobs(self) -> None:
         """Of a run that was ended the hard way, and of a sub-agent at its end: nobody else could look after them."""
-        head = self._record.head
+        head, tasks = self._record.head, self._ports.tasks
         over = head.parent is not None and not isinstance(head.state, WaitingForUser | Interrupted)
         if over or self._ports.cancel.hard:
-            await end_jobs(head, self._ports.sandboxes)
+            await end_jobs(head, self._ports.sandboxes, tasks)
             self._record.update(jobs=())
+        elif not tasks.outlive_runs and any(map(tasks.owns, head.jobs)):
+            await tasks.end_all_of(head.session_id)
+            self._record.update(jobs=tuple(id for id in head.jobs if not tasks.owns(id)))
 
     async def _perform(self, effects: tuple[Effect, ...]) -> Event:
         """What the effects, one after the other, bring about first."""

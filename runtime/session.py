@@ -176,7 +176,7 @@ class SessionDriver:
                 head, etag = await self._activation.read()
                 if head.owner is not None or not head.jobs:
                     return
-                await end_jobs(head, self._host.sandboxes)
+                await end_jobs(head, self._host.sandboxes, self._host.tasks)
                 record = await self._activation.load(head, etag)
                 record.update(jobs=())
                 try:
@@ -212,7 +212,10 @@ class SessionDriver:
                 found = await self._host.storage.checkpoints.read(self.session_id)
                 if found is not None:
                     self._activation.check_host_fence(found[0])
-                return await self._host.storage.delete_tree(self.session_id)
+                gone = await self._host.storage.delete_tree(self.session_id)
+                for sid in {self.session_id, *gone}:
+                    await self._host.tasks.end_all_of(sid)
+                return gone
         finally:
             self._deleting = False
 

@@ -80,14 +80,14 @@ class BashArguments(_Arguments):
 
 
 class CheckArguments(_Arguments):
-    id: str = Field(description="The id of the background job, as bash gave it")
+    id: str = Field(description="The id of the background job, as it was given")
     wait_secs: float | None = Field(
         default=None, ge=0, le=MAX_WAIT, description="Wait up to so many seconds for its end before answering"
     )
 
 
 class KillArguments(_Arguments):
-    id: str = Field(description="The id of the background job, as bash gave it")
+    id: str = Field(description="The id of the background job, as it was given")
 
 
 class AskArguments(_Arguments):
@@ -151,17 +151,25 @@ async def bash(ctx: ToolContext, arguments: BashArguments) -> ToolOutput:
 
 
 async def check(ctx: ToolContext, arguments: CheckArguments) -> ToolOutput:
+    if ctx.sandbox is None:
+        return _no_job(arguments.id)
     try:
-        return job_output(await _sandbox(ctx).check_job(arguments.id, arguments.wait_secs))
+        return job_output(await ctx.sandbox.check_job(arguments.id, arguments.wait_secs))
     except JobNotFound as error:
         return ToolOutput.of_text(str(error), is_error=True)
 
 
 async def kill(ctx: ToolContext, arguments: KillArguments) -> ToolOutput:
+    if ctx.sandbox is None:
+        return _no_job(arguments.id)
     try:
-        return job_output(await _sandbox(ctx).kill_job(arguments.id))
+        return job_output(await ctx.sandbox.kill_job(arguments.id))
     except JobNotFound as error:
         return ToolOutput.of_text(str(error), is_error=True)
+
+
+def _no_job(id: str) -> ToolOutput:
+    return ToolOutput.of_text(f"there is no background job {id!r}", is_error=True)
 
 
 async def ask_followup_question(_ctx: ToolContext, arguments: AskArguments) -> Interrupt:
@@ -251,7 +259,6 @@ _FILES_AND_SHELL = (
             effect="read_only",
             timeout=MAX_WAIT + 30.0,
             runs_in="sandbox",
-            needs_sandbox=True,
         ),
         check,
         builtin="check",
@@ -263,7 +270,6 @@ _FILES_AND_SHELL = (
             KillArguments,
             effect="idempotent",
             runs_in="sandbox",
-            needs_sandbox=True,
         ),
         kill,
         builtin="kill",

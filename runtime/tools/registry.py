@@ -30,9 +30,10 @@ class ToolSpec:
 
     effect: what a second run would do: read_only (nothing, and it may run beside others), idempotent (the same as
     the first), effectful (something again: it is never repeated). timeout: seconds, None for the agent's
-    tool_timeout, 0 for none. yield_after: seconds until what ctx.sandbox.start began goes on as a background job, None
-    for never. may_interrupt: it may return an Interrupt; it then runs first and alone. runs_in: whether
-    everything it does is one operation of ctx.sandbox, whose outcome survives this process. needs_sandbox,
+    tool_timeout, 0 for none. yield_after: seconds until it goes on as a background job for `check` and `kill`, None for
+    never: with runs_in="sandbox" what ctx.sandbox.start began, else the function itself, which then has no ctx.sandbox.
+    may_interrupt: it may return an Interrupt; it then runs first and alone. runs_in: whether everything it does is one
+    operation of ctx.sandbox, whose outcome survives this process. needs_sandbox,
     needs_isolation: refused at the start of a run whose sandbox is missing or enforces no isolation.
     """
 
@@ -48,11 +49,6 @@ class ToolSpec:
     needs_isolation: bool = False
 
     def __post_init__(self) -> None:
-        if self.yield_after is not None and self.runs_in != "sandbox":
-            raise ConfigError(
-                f"tool {self.name!r}: yield_after is only available for tools that run in the sandbox",
-                hint="Leave it out, or do the work with ctx.sandbox.start and say runs_in='sandbox'",
-            )
         if self.yield_after is not None and self.yield_after < 0:
             raise ConfigError(f"tool {self.name!r}: yield_after is {self.yield_after}", hint="Give seconds")
         if self.effect not in ("read_only", "idempotent", "effectful"):
@@ -107,8 +103,13 @@ class Tool:
         return made if isinstance(made, Interrupt) else to_output(made)
 
 
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is a coroutine function, or an object with an async __call__; all else runs in a thread."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
 async def _call(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004  # an object with an async __call__
+    if is_async(function):
         try:
             return await function(*args, **named)
         except (SystemExit, KeyboardInterrupt) as error:  # a tool ends itself, not the process
@@ -139,6 +140,7 @@ class ToolRegistry:
         *,
         effect: Effect = "effectful",
         timeout: float | None = None,
+        yield_after: float | None = None,
         name: str | None = None,
         description: str | None = None,
         may_interrupt: bool = False,
@@ -151,6 +153,7 @@ class ToolRegistry:
         *,
         effect: Effect = "effectful",
         timeout: float | None = None,
+        yield_after: float | None = None,
         name: str | None = None,
         description: str | None = None,
         may_interrupt: bool = False,
@@ -162,6 +165,7 @@ class ToolRegistry:
         *,
         effect: Effect = "effectful",
         timeout: float | None = None,
+        yield_after: float | None = None,
         name: str | None = None,
         description: str | None = None,
         may_interrupt: bool = False,
@@ -179,6 +183,7 @@ class ToolRegistry:
                 arguments=arguments,
                 effect=effect,
                 timeout=timeout,
+                yield_after=yield_after,
                 may_interrupt=may_interrupt,
             )
             self.add_tool(Tool(spec, target, calling="fields", context=context))
