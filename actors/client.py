@@ -26,6 +26,7 @@ from greenroom.actors.supervisor import SupervisorActor
 from greenroom.actors.wire import PROTOCOL, SUPERVISOR, Command, Hello, Outcome, PoolConfig, PoolStatus
 from greenroom.runtime.agents import pack
 from greenroom.runtime.blocking import BlockingSession
+from greenroom.runtime.budget import LocalBudgets
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.clock import RandomIds, SystemClock
@@ -36,9 +37,9 @@ from greenroom.runtime.facade import RuntimeFacade
 from greenroom.runtime.host import Host
 from greenroom.runtime.ids import root_of
 from greenroom.runtime.ports import Children, TreeSandbox
-from greenroom.runtime.results import RunResult, SessionInfo, Transcript
+from greenroom.runtime.results import RunResult, SessionInfo, SessionTree, Transcript
 from greenroom.runtime.session import TERMINATED, SessionDriver
-from greenroom.runtime.sessions import create_root, read_head, read_transcript
+from greenroom.runtime.sessions import create_root, read_head, read_transcript, read_tree
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import State
 from greenroom.runtime.storage.head import Head
@@ -94,6 +95,7 @@ class RayRuntime(RuntimeFacade["RaySession"]):
             shelf=AgentShelf(self.storage),
             owner=f"client:{os.getpid()}:{uuid.uuid4().hex[:8]}",
             tasks=ToolTasks(RandomIds(), SystemClock(), outlive_runs=False),
+            budgets=LocalBudgets(self.storage),
         )
 
     # -- sessions
@@ -204,7 +206,7 @@ class RayRuntime(RuntimeFacade["RaySession"]):
 
     # -- ports of this process's drivers: parking a session from here reaches its tree through the Supervisor
 
-    def children_of(self, parent: Head, agent: AgentConfig | None) -> Children:
+    def children_of(self, parent: Head, agent: AgentConfig | None, token: CancelToken | None = None) -> Children:
         return _ParkedChildren(self)
 
     async def get(self, root: str, spec: SandboxSpec) -> TreeSandbox:
@@ -345,6 +347,10 @@ class RaySession(BlockingSession):
 
     async def transcript(self) -> Transcript:
         return await read_transcript(self._runtime.storage, self.id)
+
+    async def tree(self) -> SessionTree:
+        """The session with everything below it, as the store has it."""
+        return await read_tree(self._runtime.storage, self.id)
 
     async def events(self, after: str | None = None, follow: bool = False) -> AsyncIterator[Event]:  # noqa: FBT001, FBT002  # the public API's
         """Events that an actor still holds, after the cursor; with `follow` for ever, over take-overs."""

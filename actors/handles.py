@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar, cast
 
 import ray
@@ -117,6 +117,16 @@ class SupervisorClient:
 
     async def find_sandbox(self, root: str) -> SandboxInfo | None:
         return cast("SandboxInfo | None", await ask(self._handle.find_sandbox.remote(root)))
+
+    async def reserve_tokens(
+        self, session_id: str, used: int, wanted: int, limit: int, known: Mapping[str, int] | None = None
+    ) -> bool | None:
+        """None: the Supervisor has to be told what the tree's heads say."""
+        asked = self._handle.reserve_tokens.remote(session_id, used, wanted, limit, known)
+        return cast("bool | None", await ask(asked))
+
+    async def settle_tokens(self, session_id: str, used: int) -> None:
+        await ask(self._handle.settle_tokens.remote(session_id, used))
 
     async def close_sandbox(self, root: str) -> None:
         """Ends a tree's sandbox, if it is open."""

@@ -20,13 +20,15 @@ import ray
 
 from greenroom.actors.handles import SandboxActorClient, SupervisorClient
 from greenroom.actors.wire import SUPERVISOR, Command, CommandKey, EventPage, Outcome
+from greenroom.runtime.budget import used_by_tree
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.cancel import CancelToken
-from greenroom.runtime.children import create_child, run_child
+from greenroom.runtime.children import create_child, run_child, time_left
 from greenroom.runtime.clock import RandomIds, SystemClock
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import ClusterError, GreenroomError, RunFailed, SessionBusy
 from greenroom.runtime.host import Host
+from greenroom.runtime.ids import root_of
 from greenroom.runtime.ports import Children
 from greenroom.runtime.results import RunResult
 from greenroom.runtime.session import SessionDriver
@@ -135,7 +137,8 @@ class SessionHost:
                     command.interrupt_id, command.response, cancel=token, request_id=command.request_id
                 )
             case "child":
-                return await run_child(driver, self._ensure_host().storage, command.text or "", cancel=token)
+                storage = self._ensure_host().storage
+                return await run_child(driver, storage, command.text or "", cancel=token, timeout=command.timeout)
 
     async def _cancel(self, key: CommandKey, reason: str, timeout: float | None) -> Outcome:
         """Sets the command's own token first: whatever it is about to do, it finds itself cancelled."""
@@ -188,12 +191,13 @@ class SessionHost:
                 shelf=AgentShelf(storage, self._supervisor.get_agent),
                 owner=f"ray:{self._namespace}:{self._name}",
                 tasks=ToolTasks(RandomIds(), SystemClock(), outlive_runs=False),
+                budgets=remote,
             )
         return self._host
 
 
 class _Remote:
-    """The ports that lead out of the process: the tree's sandbox and children, through the Supervisor."""
+    """The ports that lead out of the process: the tree's sandbox, children and budget, through the Supervisor."""
 
     host: Host
 
@@ -207,14 +211,32 @@ class _Remote:
         info = await self._supervisor.find_sandbox(root)
         return None if info is None else SandboxActorClient(info)
 
-    def children_of(self, parent: Head, agent: AgentConfig | None) -> Children:
-        return _RemoteChildren(parent, agent, self.host, self._supervisor)
+    def children_of(self, parent: Head, agent: AgentConfig | None, token: CancelToken | None = None) -> Children:
+        return _RemoteChildren(parent, agent, self.host, self._supervisor, token)
+
+    async def reserve(self, session_id: str, used: int, wanted: int, limit: int) -> bool:
+        granted = await self._supervisor.reserve_tokens(session_id, used, wanted, limit)
+        if granted is None:
+            known = await used_by_tree(self.host.storage, root_of(session_id))
+            granted = await self._supervisor.reserve_tokens(session_id, used, wanted, limit, known)
+        return bool(granted)
+
+    async def settle(self, session_id: str, used: int) -> None:
+        await self._supervisor.settle_tokens(session_id, used)
 
 
 class _RemoteChildren:
     """Children in actors of their own; they belong to the pool, not to their parent's process."""
 
-    def __init__(self, parent: Head, agent: AgentConfig | None, host: Host, supervisor: SupervisorClient) -> None:
+    def __init__(
+        self,
+        parent: Head,
+        agent: AgentConfig | None,
+        host: Host,
+        supervisor: SupervisorClient,
+        token: CancelToken | None,
+    ) -> None:
+        self._token = token
         self._parent = parent
         self._agent = agent
         self._host = host
@@ -223,7 +245,8 @@ class _RemoteChildren:
     async def start(self, call_key: str, tool: str, task: str) -> str:
         assert self._agent is not None, "only an agent's own run starts its children"
         child = await create_child(self._host, self._parent, call_key, self._agent.child_agent(tool))
-        await self._supervisor.start(Command(_request_of(child), child, "child", text=task))
+        command = Command(_request_of(child), child, "child", text=task, timeout=time_left(self._token))
+        await self._supervisor.start(command)
         return child
 
     async def wait(self, child_id: str) -> RunResult:

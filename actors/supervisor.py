@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import ray
 from greenroom.actors.handles import SILENCE_PAUSE, ActorLost, ActorSilent, SessionActorClient
 from greenroom.actors.pool import SandboxPool, SessionPool, Slot
 from greenroom.actors.wire import Command, CommandKey, Hello, Outcome, PoolConfig, PoolStatus, SandboxInfo
+from greenroom.runtime.budget import TokenLedger
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import ClusterError, PoolMismatch, RequestConflict, RunFailed, SessionBusy
 from greenroom.runtime.ids import root_of
@@ -72,6 +74,7 @@ class SupervisorHost:
         self._finished: deque[CommandKey] = deque()
         self._queue: deque[_Run] = deque()
         self._live: dict[str, _Run] = {}
+        self._ledger = TokenLedger()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- handshake and agents
@@ -198,6 +201,16 @@ class SupervisorHost:
 
     async def close_sandbox(self, root: str) -> None:
         await self._sandbox_pool.close_one(root)
+
+    # -- token budgets
+
+    async def reserve_tokens(
+        self, session_id: str, used: int, wanted: int, limit: int, known: Mapping[str, int] | None
+    ) -> bool | None:
+        return self._ledger.reserve(session_id, used, wanted, limit, known)
+
+    async def settle_tokens(self, session_id: str, used: int) -> None:
+        self._ledger.settle(session_id, used)
 
     # -- the pool
 

@@ -98,7 +98,8 @@ class Activation:
         else:
             record = await self.load(head, etag)
             record.own(host.owner, host.clock.time())
-        record.update(claim=claim, agent=digest, sandbox=sandbox)
+        budget = agent.limits.max_tokens_total if head.parent is None else head.budget
+        record.update(claim=claim, agent=digest, sandbox=sandbox, budget=budget)
         if head.cancel is not None:
             return Begun(record, agent, (), plan.take_over)
         effects = apply_plan(record, plan, agent.limits)
@@ -113,7 +114,7 @@ class Activation:
         """To the stop; raises RunFailed(resumable) when a store or a sandbox is lost on the way."""
         host, record, agent = self._host, begun.record, begun.agent
         emitter = Emitter(self.session_id, record.head.epoch, self._events, host.clock)
-        children = host.children.children_of(record.head, agent)
+        children = host.children.children_of(record.head, agent, token)
         record.on_lost = lambda: token.cancel("the session cannot be saved any more")
         request = record.head.claim.request_id if record.head.claim is not None else None
         emitter.emit("run_started", revision=record.head.revision, request_id=request)
@@ -124,7 +125,9 @@ class Activation:
             if record.head.cancel is not None:  # its owner was cancelling it when it died
                 await self._end(record, children, record.head.cancel.reason)
             else:
-                ports = RunPorts(host.sandboxes, children, emitter, host.clock, host.ids, host.tasks, token)
+                ports = RunPorts(
+                    host.sandboxes, children, emitter, host.clock, host.ids, host.tasks, host.budgets, token
+                )
                 await Loop(record, agent, ports).run(begun.effects)
             result = result_of(record.head)
         except Exception as error:  # a store or a sandbox that is lost; the session goes on from what is durable
@@ -187,6 +190,7 @@ class Activation:
         if not limits:
             return lambda: None
         reason = f"time limit of {min(limits):g} s"
+        token.bound(min(limits))
         return self._host.clock.call_later(min(limits), lambda: token.cancel(reason))
 
 

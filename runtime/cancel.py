@@ -79,6 +79,11 @@ class CancelToken:
         """Seconds until the deadline, never below 0; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - self._monotonic())
 
+    def bound(self, seconds: float) -> None:
+        """Brings the deadline forward to so many seconds from now; nothing is cancelled by it."""
+        deadline = self._monotonic() + seconds
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
     def child(self, *, timeout: float | None = None) -> CancelToken:
         """A token that is cancelled with this one and bounded by its deadline."""
         return CancelToken(timeout=timeout, monotonic=self._monotonic, parent=self)

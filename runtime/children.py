@@ -39,6 +39,7 @@ async def create_child(host: Host, parent: Head, call_key: str, agent: AgentConf
         write_id=host.ids.new_id(),
         sandbox=None if parent.sandbox is None else parent.sandbox.but(cwd=None),
         state=Ready(agent=AgentState(session_id=sid)),
+        budget=parent.budget,
     )
     try:
         await host.storage.checkpoints.create(sid, head)
@@ -48,18 +49,23 @@ async def create_child(host: Host, parent: Head, call_key: str, agent: AgentConf
 
 
 async def run_child(
-    driver: SessionDriver, storage: Storage, task: str, *, cancel: CancelToken | None = None
+    driver: SessionDriver,
+    storage: Storage,
+    task: str,
+    *,
+    cancel: CancelToken | None = None,
+    timeout: float | None = None,
 ) -> RunResult:
-    """Drives a child to its stop from wherever it is; a failed run is a result too."""
+    """Drives a child to its stop from wherever it is; a failed run is a result too. timeout: seconds, None for none."""
     found = await storage.checkpoints.read(driver.session_id)
     if found is None:
         raise SessionNotFound.of(driver.session_id)
     head = await storage.gathered(found[0])
     try:
         if isinstance(head.state, Ready) and head.state.agent.call_no == 0:
-            return await driver.run(task, cancel=cancel)
+            return await driver.run(task, cancel=cancel, timeout=timeout)
         if head.owner is not None or in_flight(head.state):
-            result = await driver.resume(cancel=cancel)
+            result = await driver.resume(cancel=cancel, timeout=timeout)
             if result is not None:
                 return result
             head = await storage.gathered((await storage.checkpoints.read(driver.session_id) or found)[0])
@@ -68,13 +74,22 @@ async def run_child(
         return failed.result
 
 
+def time_left(token: CancelToken | None) -> float | None:
+    """Seconds that a child of this run may take, None for no bound."""
+    remaining = None if token is None else token.remaining
+    return None if remaining is None else max(remaining, 0.001)  # 0 would be no bound
+
+
 class LocalChildren:
     """Children in their parent's own process, one task each.
 
-    driver_of: the process's driver of a session; created: called with the id of each child made here.
+    driver_of: the process's driver of a session; token: of the parent's run.
     """
 
-    def __init__(self, parent: Head, agent: AgentConfig | None, host: Host, driver_of: DriverOf) -> None:
+    def __init__(
+        self, parent: Head, agent: AgentConfig | None, host: Host, driver_of: DriverOf, token: CancelToken | None
+    ) -> None:
+        self._token = token
         self._parent = parent
         self._agent = agent
         self._host = host
@@ -89,7 +104,8 @@ class LocalChildren:
         if sid not in self._runs:
             driver = self._driver_of(sid, agent)
             token = self._tokens[sid] = CancelToken()
-            run = run_child(driver, self._host.storage, task, cancel=token)
+            timeout = time_left(self._token)
+            run = run_child(driver, self._host.storage, task, cancel=token, timeout=timeout)
             self._runs[sid] = asyncio.get_running_loop().create_task(run)
         return sid
 

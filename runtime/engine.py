@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self, TypeVar
 from weakref import WeakValueDictionary
 
 from greenroom.runtime.blocking import BlockingSession
+from greenroom.runtime.budget import LocalBudgets
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.children import LocalChildren
 from greenroom.runtime.clock import RandomIds, SystemClock
@@ -26,9 +27,9 @@ from greenroom.runtime.host import Host
 from greenroom.runtime.ids import root_of
 from greenroom.runtime.local_trees import LocalTreeSandboxes
 from greenroom.runtime.ports import Children, Clock, IdSource, SandboxFactory, TreeSandboxes
-from greenroom.runtime.results import RunResult, SessionInfo, Transcript
+from greenroom.runtime.results import RunResult, SessionInfo, SessionTree, Transcript
 from greenroom.runtime.session import TERMINATED, SessionDriver
-from greenroom.runtime.sessions import create_root, read_head, read_transcript
+from greenroom.runtime.sessions import create_root, read_head, read_transcript, read_tree
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.state import State
 from greenroom.runtime.storage.head import Head
@@ -90,6 +91,7 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
             shelf=AgentShelf(self.storage),
             owner=f"local:{socket.gethostname()}:{os.getpid()}:{ids.new_id()[:8]}",
             tasks=ToolTasks(ids, clock, outlive_runs=True),
+            budgets=LocalBudgets(self.storage),
             host_fence=host_fence,
         )
         self._drivers: WeakValueDictionary[str, SessionDriver] = WeakValueDictionary()
@@ -155,8 +157,8 @@ class Engine(RuntimeFacade["EmbeddedSession"]):
 
     # -- for the session's handle and the driver
 
-    def children_of(self, parent: Head, agent: AgentConfig | None) -> Children:
-        return LocalChildren(parent, agent, self._host, self._driver)
+    def children_of(self, parent: Head, agent: AgentConfig | None, token: CancelToken | None = None) -> Children:
+        return LocalChildren(parent, agent, self._host, self._driver, token)
 
     def _driver(self, session_id: str, agent: AgentConfig | None) -> SessionDriver:
         """The one driver of a session in this process."""
@@ -291,6 +293,10 @@ class EmbeddedSession(BlockingSession):
 
     async def transcript(self) -> Transcript:
         return await read_transcript(self._engine.storage, self.id)
+
+    async def tree(self) -> SessionTree:
+        """The session with everything below it, as the store has it."""
+        return await read_tree(self._engine.storage, self.id)
 
     async def events(self, after: str | None = None, follow: bool = False) -> AsyncIterator[Event]:  # noqa: FBT001, FBT002  # the public API's
         """Events of this process's runs after the cursor; with `follow` for ever."""

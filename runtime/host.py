@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from greenroom.runtime.open_parts import OpenParts
-from greenroom.runtime.ports import ChildHost, Clock, IdSource, TreeSandboxes
+from greenroom.runtime.ports import Budgets, ChildHost, Clock, IdSource, TreeSandboxes
 from greenroom.runtime.shelf import AgentShelf
 from greenroom.runtime.storage.storage import Storage
 from greenroom.runtime.tool_tasks import ToolTasks
@@ -34,6 +34,7 @@ class Host:
     shelf: AgentShelf
     owner: str
     tasks: ToolTasks
+    budgets: Budgets
     host_fence: int = 0
     parts: OpenParts = field(default_factory=OpenParts)
     lifetime: Lifetime = field(default_factory=Lifetime)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from greenroom.runtime.messages import Value
 
@@ -17,7 +17,8 @@ class Limits(Value):
     max_consecutive_fail: steps in a row without any success. retry_backoff: base of the exponential back-off between
     model attempts. tool_timeout: of one call. max_depth: levels of sub-agents below the root. max_children:
     sub-agents one session may start, at most MAX_CHILDREN. max_seconds: of one run (it is then cancelled), None for no
-    bound. max_tokens_total: not available in this version, only None is taken.
+    bound; a sub-agent has no more than what is left to its parent. max_tokens_total: of input and output, None for no
+    budget; a root's bounds its whole tree, a sub-agent's that session besides; a call that has begun may go beyond it.
     """
 
     max_iter: int = Field(default=10, ge=1)
@@ -27,11 +28,4 @@ class Limits(Value):
     max_depth: int = Field(default=4, ge=0)
     max_children: int = Field(default=64, ge=0, le=MAX_CHILDREN)
     max_seconds: float | None = Field(default=None, ge=0)
-    max_tokens_total: int | None = None
-
-    @field_validator("max_tokens_total")
-    @classmethod
-    def _not_yet(cls, value: int | None) -> int | None:
-        if value is not None:
-            raise ValueError("token budgets are not available in this version; leave max_tokens_total at None")
-        return value
+    max_tokens_total: int | None = Field(default=None, ge=1)

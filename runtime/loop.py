@@ -12,7 +12,7 @@ import contextlib
 
 from greenroom.runtime.batch import BatchRun, end_jobs, open_batch
 from greenroom.runtime.calls import ModelRequest
-from greenroom.runtime.compaction import SummaryCompactor, shown
+from greenroom.runtime.compaction import SummaryCompactor, estimate, shown
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.errors import ClusterError, SandboxError
@@ -57,6 +57,7 @@ class Loop:
         self._ports = ports
         self._toolbox = Toolbox(agent)
         self._hooks = RunHooks(agent.chain, record.head.session_id, lambda: record.head.state)
+        self._reserved = False  # tokens of the tree's budget, for the call under way
         self._fallback = 0  # the provider that was last called
         self._compact_from = 0  # messages from which on a compaction is tried
         self._sandbox: TreeSandbox | None = None  # the one that the last batch used
@@ -119,6 +120,8 @@ class Loop:
         except HookFailed as failed:
             event = Broke(failed.failure)
         effects = advance(self._record, event, self._agent.limits)
+        if self._reserved:
+            await self._settle_tokens()
         if isinstance(effects[0], RunBatch | Stop):
             return effects  # a batch saves itself with its first marks, a stop with its result
         if self._agent.durability == "step":
@@ -168,6 +171,9 @@ class Loop:
             temperature=self._agent.temperature,
             max_tokens=self._agent.max_tokens,
         )
+        spent = await self._reserve_tokens(request)
+        if spent is not None:
+            return Broke(Failure(kind=FailureKind.budget, message=spent, retryable=False))
         providers, chosen = self._agent.providers, self._chosen
         if chosen and chosen != self._fallback:
             ports.emitter.emit("notice", kind="fallback", provider=chosen)
@@ -189,6 +195,22 @@ class Loop:
                 return ModelFailed(failure, error.retry_after, text or None, left)
             case message:
                 return self._model_replied(message)
+
+    async def _reserve_tokens(self, request: ModelRequest) -> str | None:
+        """Why there is no budget for this call; None when there is, or none is needed."""
+        head, own = self._record.head, self._agent.limits.max_tokens_total
+        used = head.state.agent.usage.total
+        if head.parent is not None and own is not None and used >= own:
+            return f"this session has used {used} tokens of {own} (max_tokens_total)"
+        if head.budget is None:
+            return None
+        wanted = estimate(request.messages) + (request.max_tokens or 0)
+        self._reserved = await self._ports.budgets.reserve(head.session_id, used, wanted, head.budget)
+        return None if self._reserved else f"the tree's {head.budget} tokens are used up (max_tokens_total of its root)"
+
+    async def _settle_tokens(self) -> None:
+        agent, self._reserved = self._record.head.state.agent, False
+        await self._ports.budgets.settle(agent.session_id, agent.usage.total)
 
     @property
     def _chosen(self) -> int:

@@ -158,7 +158,8 @@ def status_of(state: State) -> RunStatus:
         case Interrupted():
             return RunStatus.cancelled
         case Fail(failure=failure):
-            return RunStatus.exhausted if failure.kind is FailureKind.max_iter else RunStatus.failed
+            spent = failure.kind in (FailureKind.max_iter, FailureKind.budget)
+            return RunStatus.exhausted if spent else RunStatus.failed
     raise IllegalTransition(f"{type(state).__name__} is no stop")
 
 

@@ -141,6 +141,11 @@ class Usage(Value):
     output_tokens: int = 0
     cached_tokens: int = 0
 
+    @property
+    def total(self) -> int:
+        """Of input and output together."""
+        return self.input_tokens + self.output_tokens
+
     def __add__(self, other: Usage) -> Usage:
         return Usage.trusted(
             input_tokens=self.input_tokens + other.input_tokens,

@@ -326,8 +326,23 @@ class Children(Protocol):
 class ChildHost(Protocol):
     """Gives a session its Children."""
 
-    def children_of(self, parent: Head, agent: AgentConfig | None) -> Children:
-        """`agent`: whose sub-agents may be started; without one, children can be waited for and cancelled."""
+    def children_of(self, parent: Head, agent: AgentConfig | None, token: CancelToken | None = None) -> Children:
+        """`agent`: whose sub-agents may be started; without one, children can be waited for and cancelled.
+
+        token: of the parent's run, whose deadline bounds its children.
+        """
+        ...
+
+
+class Budgets(Protocol):
+    """Token budgets of whole session trees."""
+
+    async def reserve(self, session_id: str, used: int, wanted: int, limit: int) -> bool:
+        """Whether the session, which has used so many tokens, may make a call of about `wanted`; see TokenLedger."""
+        ...
+
+    async def settle(self, session_id: str, used: int) -> None:
+        """The call is over, and the session has used so many tokens now."""
         ...
 
 

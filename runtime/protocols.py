@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.events import Event
-from greenroom.runtime.results import MapResult, RunResult, SessionInfo, Transcript, Turn
+from greenroom.runtime.results import MapResult, RunResult, SessionInfo, SessionTree, Transcript, Turn
 from greenroom.runtime.state import State
 
 
@@ -45,6 +45,8 @@ class Session(Protocol):
     async def status(self) -> SessionInfo: ...
 
     async def transcript(self) -> Transcript: ...
+
+    async def tree(self) -> SessionTree: ...
 
     def events(self, after: str | None = None, follow: bool = False) -> AsyncIterator[Event]: ...  # noqa: FBT001, FBT002  # the public API's
 

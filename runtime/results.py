@@ -5,6 +5,7 @@ Values only; the mapping from a state to a status is `status_of` in machine.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -38,6 +39,7 @@ class FailureKind(StrEnum):
     sandbox_open = "sandbox_open"
     sandbox_save = "sandbox_save"
     storage = "storage"
+    budget = "budget"
 
     @property
     def retryable(self) -> bool:
@@ -120,6 +122,19 @@ class Transcript(Value):
     messages: tuple[Message, ...]
     parent: str | None = None
     children: tuple[str, ...] = ()
+
+
+class SessionTree(Value):
+    """A session and everything below it, in order of creation."""
+
+    info: SessionInfo
+    children: tuple[SessionTree, ...] = ()
+
+    def sessions(self) -> Iterator[SessionInfo]:
+        """Every session of the tree, parents first."""
+        yield self.info
+        for child in self.children:
+            yield from child.sessions()
 
 
 class Turn(Value):

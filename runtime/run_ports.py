@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.emitter import Emitter
-from greenroom.runtime.ports import Children, Clock, IdSource, TreeSandboxes
+from greenroom.runtime.ports import Budgets, Children, Clock, IdSource, TreeSandboxes
 from greenroom.runtime.tool_tasks import ToolTasks
 
 
@@ -20,4 +20,5 @@ class RunPorts:
     clock: Clock
     ids: IdSource
     tasks: ToolTasks
+    budgets: Budgets
     cancel: CancelToken

@@ -116,13 +116,16 @@ class SessionDriver:
                 return record.head.state
         raise self._kept_changing()
 
-    async def resume(self, *, cancel: CancelToken | None = None, request_id: str | None = None) -> RunResult | None:
+    async def resume(
+        self, *, timeout: float | None = None, cancel: CancelToken | None = None, request_id: str | None = None
+    ) -> RunResult | None:
         """Goes on after an interruption or in place of a dead owner; None when nothing is in flight."""
         active = self._active
         if active is not None:
             await active.over.wait()
             return None if active.result is None else checked(active.result)
-        return await self._perform(judge_resume, self._claim(request_id, "resume", None), cancel=cancel)
+        claim = self._claim(request_id, "resume", None)
+        return await self._perform(judge_resume, claim, timeout=timeout, cancel=cancel)
 
     async def answer(
         self, interrupt_id: str, response: Any, *, cancel: CancelToken | None = None, request_id: str | None = None

@@ -9,7 +9,7 @@ from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import ConfigError, SessionExists, SessionNotFound
 from greenroom.runtime.host import Host
 from greenroom.runtime.ids import MAX_ID, check_request_id, check_root_id
-from greenroom.runtime.results import SessionInfo, Transcript
+from greenroom.runtime.results import SessionInfo, SessionTree, Transcript
 from greenroom.runtime.state import AgentState, Ready
 from greenroom.runtime.storage.head import Head, SandboxRef
 from greenroom.runtime.storage.storage import Storage
@@ -66,6 +66,20 @@ async def read_transcript(storage: Storage, session_id: str) -> Transcript:
         parent=head.parent,
         children=tuple(head.children.values()),
     )
+
+
+async def read_tree(storage: Storage, session_id: str) -> SessionTree:
+    """The session and everything below it; a child that was never made is left out. Raises SessionNotFound."""
+    return await _tree(storage, await read_head(storage, session_id))
+
+
+async def _tree(storage: Storage, head: Head) -> SessionTree:
+    children = []
+    for child in head.children.values():
+        found = await storage.checkpoints.read(child)
+        if found is not None:
+            children.append(await _tree(storage, await storage.gathered(found[0])))
+    return SessionTree(info=info_of(head), children=tuple(children))
 
 
 async def list_sessions(storage: Storage, prefix: str = "", state: str | None = None) -> AsyncIterator[SessionInfo]:

@@ -23,7 +23,7 @@ ModelRequest NewerSchema
 NotFound OpenAICompatible PathRefused PendingCall PoolConfig PoolMismatch PreconditionFailed PreflightError
 ProposedCall ProviderError ReasoningBlock RedactedThinkingBlock RequestConflict RunFailed RunResult RunStatus Runtime
 SandboxConflict SandboxDied SandboxError SandboxFenced SandboxLimits SandboxSpec SandboxUnavailable Scripted Session
-SessionBusy SessionError SessionExists SessionInfo SessionNotFound SkillError SkillManager
+SessionBusy SessionError SessionExists SessionInfo SessionNotFound SessionTree SkillError SkillManager
 Storage StorageError SubAgent SummaryCompactor TextBlock TextDelta
 ThinkingBlock ThinkingDelta Tool ToolCallBlock ToolCallDelta ToolContext ToolOutput ToolPolicy ToolRegistry
 ToolResultBlock ToolSpec Transcript Turn Undecided UnknownInterrupt Usage UsageError Verdict connect

@@ -117,7 +117,8 @@ class Head(Value):
     they are large; spawned: the calls that started a child, without the session id that begins their keys: a child's id
     follows; jobs: background jobs that ran when they were last looked at; unsaved: calls that changed the workspace
     since its last snapshot, as far as there are snapshots; notice: what the model is told beside the next results;
-    compaction: how the history is shown to a model that would not take all of it.
+    budget: tokens that the whole tree may use; compaction: how the history is shown to a model that would not take all
+    of it.
     """
 
     schema_version: int = Field(default=SCHEMA_VERSION, ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
@@ -155,6 +156,7 @@ class Head(Value):
     inline: tuple[Message, ...] = ()
     receipts: tuple[Receipt, ...] = ()
     usage_before: Usage = Usage()
+    budget: int | None = None
 
     @property
     def children(self) -> dict[str, str]:

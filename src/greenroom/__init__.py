@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.results import RunResult as RunResult
     from greenroom.runtime.results import RunStatus as RunStatus
     from greenroom.runtime.results import SessionInfo as SessionInfo
+    from greenroom.runtime.results import SessionTree as SessionTree
     from greenroom.runtime.results import Transcript as Transcript
     from greenroom.runtime.results import Turn as Turn
     from greenroom.runtime.rules import ToolPolicy as ToolPolicy
@@ -168,6 +169,7 @@ _HOME = {
     "SessionError": "runtime.errors",
     "SessionExists": "runtime.errors",
     "SessionInfo": "runtime.results",
+    "SessionTree": "runtime.results",
     "SessionNotFound": "runtime.errors",
     "Storage": "runtime.storage",
     "StorageError": "runtime.errors",
@@ -265,6 +267,7 @@ __all__ = [
     "SessionExists",
     "SessionInfo",
     "SessionNotFound",
+    "SessionTree",
     "SkillError",
     "SkillManager",
     "Storage",

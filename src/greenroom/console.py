@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.tree import Tree
 from greenroom.runtime.errors import GreenroomError
 from greenroom.runtime.events import Event
 from greenroom.runtime.messages import Message, TextBlock, ToolCallBlock, ToolResultBlock
-from greenroom.runtime.results import RunResult, RunStatus, SessionInfo, Transcript
+from greenroom.runtime.results import RunResult, RunStatus, SessionInfo, SessionTree, Transcript
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -166,19 +166,23 @@ def _show_message(message: Message) -> None:
                 out.print(f"[cyan]{message.role}[/cyan] [dim]({block.type})[/dim]")
 
 
-def session_tree(infos: dict[str, SessionInfo], root: str, labels: dict[str, str]) -> Tree:
-    """The tree of a root and the sub-agents below it."""
+def show_tree(tree: SessionTree) -> None:
+    out.print(session_tree(tree))
 
-    def label(sid: str) -> str:
-        return f"{escape(labels.get(sid, ''))} [bold]{escape(sid)}[/bold] [green]{infos[sid].state}[/green]"
 
-    def grow(branch: Tree, sid: str) -> None:
-        for child in infos[sid].children.values():
-            grow(branch.add(label(child)), child)
+def session_tree(tree: SessionTree, labels: Mapping[str, str] | None = None) -> Tree:
+    """A session and the sub-agents below it; labels: what else is said of some, by id."""
 
-    tree = Tree(label(root))
-    grow(tree, root)
-    return tree
+    def label(info: SessionInfo) -> str:
+        said = (labels or {}).get(info.session_id, "")
+        return f"{escape(said)} [bold]{escape(info.session_id)}[/bold] [green]{info.state}[/green]".strip()
+
+    def grow(branch: Tree, below: SessionTree) -> Tree:
+        for child in below.children:
+            grow(branch.add(label(child.info)), child)
+        return branch
+
+    return grow(Tree(label(tree.info)), tree)
 
 
 def print_json(document: Any) -> None:

@@ -15,7 +15,7 @@ from greenroom.runtime.config import AgentConfig, SubAgent
 from greenroom.runtime.protocols import Runtime
 from greenroom.runtime.providers.scripted import Scripted
 from greenroom.runtime.results import RunResult, RunStatus
-from greenroom.runtime.sessions import read_head, read_transcript
+from greenroom.runtime.sessions import read_head, read_transcript, read_tree
 from greenroom.runtime.tools.builtin import default_tools
 
 PROGRAM = '''\
@@ -137,10 +137,10 @@ async def _show_child(runtime: Runtime, child_id: str, name: str) -> None:
 
 
 async def _show_rest(runtime: RayRuntime, root: str, store: str) -> None:
-    infos = {info.session_id: info async for info in runtime.sessions(prefix=root)}
-    labels = {root: "lead", **dict(zip(infos[root].children.values(), ("coder", "tester"), strict=False))}
+    tree = await read_tree(runtime.storage, root)
+    labels = {root: "lead", **dict(zip(tree.info.children.values(), ("coder", "tester"), strict=False))}
     console.out.print("\n[bold]sessions[/bold]")
-    console.out.print(console.session_tree(infos, root, labels))
+    console.out.print(console.session_tree(tree, labels))
     head = await read_head(runtime.storage, root)
     workspace = head.sandbox.spec.workspace if head.sandbox is not None else None
     if workspace is not None:

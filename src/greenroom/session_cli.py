@@ -26,7 +26,7 @@ from greenroom.commands import (
 )
 from greenroom.runtime.errors import UnknownInterrupt
 from greenroom.runtime.results import RunResult
-from greenroom.runtime.sessions import list_sessions, read_head, read_transcript
+from greenroom.runtime.sessions import list_sessions, read_head, read_transcript, read_tree
 from greenroom.runtime.verbs import may_park
 from greenroom.runtime.view import info_of
 from greenroom.settings import load_settings
@@ -57,11 +57,23 @@ def session_list(
 
 
 @app.command("show")
-def session_show(session: SessionArgument, store: StoreOption = None, as_json: JsonOption = False) -> None:
+def session_show(
+    session: SessionArgument,
+    store: StoreOption = None,
+    tree: Annotated[bool, typer.Option("--tree", help="The sub-agents below it, instead of what was said.")] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Show a session's state and everything that was said."""
 
     async def work() -> None:
         async with open_storage(load_settings(store=store).store) as storage:
+            if tree:
+                below = await read_tree(storage, session)
+                if as_json:
+                    console.print_json(below.model_dump(mode="json"))
+                else:
+                    console.show_tree(below)
+                return
             info = info_of(await read_head(storage, session))
             transcript = await read_transcript(storage, session)
         if as_json:

@@ -241,7 +241,8 @@ def test_a_reply_with_calls_runs_them_whatever_its_stop_says(kind: Any) -> None:
 @pytest.mark.parametrize("kind", FailureKind)
 def test_a_failure_is_reported_as_failed_and_running_out_of_steps_as_exhausted(kind: FailureKind) -> None:
     state = Fail(agent=agent_state(), failure=Failure(kind=kind, message="m", retryable=False))
-    assert machine.status_of(state) is (RunStatus.exhausted if kind.value == "max_iter" else RunStatus.failed)
+    spent = kind.value in ("max_iter", "budget")
+    assert machine.status_of(state) is (RunStatus.exhausted if spent else RunStatus.failed)
 
 
 def test_a_state_that_is_no_stop_has_no_status() -> None:
