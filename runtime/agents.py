@@ -25,6 +25,7 @@ from greenroom.runtime.compaction import SummaryCompactor
 from greenroom.runtime.config import AgentConfig, SubAgent, load_attribute
 from greenroom.runtime.errors import AgentUnavailable, ConfigError
 from greenroom.runtime.limits import Limits
+from greenroom.runtime.ports import Compactor
 from greenroom.runtime.providers.anthropic import Anthropic
 from greenroom.runtime.providers.endpoint import Endpoint
 from greenroom.runtime.providers.openai import OpenAICompatible
@@ -152,11 +153,13 @@ class _Packer:
         spec = {name: getattr(tool.spec, name) for name in _SPEC_FIELDS}
         return {"type": "function", "function": function, "arguments": arguments, "spec": spec}
 
-    def _compactor(self, compactor: SummaryCompactor | None, owner: str) -> dict[str, Any] | None:
+    def _compactor(self, compactor: Compactor | None, owner: str) -> dict[str, Any] | None:
         if compactor is None:
             return None
+        if type(compactor) is not SummaryCompactor:
+            return self._part(compactor, f"{owner}/compactor")
         provider = None if compactor.provider is None else self._part(compactor.provider, f"{owner}/compactor")
-        return {"max_tokens": compactor.max_tokens, "keep": compactor.keep, "provider": provider}
+        return {"type": "summary", "max_tokens": compactor.max_tokens, "keep": compactor.keep, "provider": provider}
 
     def _part(self, part: object, name: str) -> dict[str, Any]:
         endpoint = _ENDPOINTS.get(type(part))  # a subclass is its own: it travels by its class or by value
@@ -236,11 +239,11 @@ class _Unpacker:
         object.__setattr__(agent, "_packet", dataclasses.replace(self._packet, digest=digest))
         return agent
 
-    def _compactor(self, entry: dict[str, Any] | None) -> SummaryCompactor | None:
-        if entry is None:
-            return None
+    def _compactor(self, entry: dict[str, Any] | None) -> Compactor | None:
+        if entry is None or entry.get("type") != "summary":
+            return None if entry is None else self._part(entry)
         provider = None if entry["provider"] is None else self._part(entry["provider"])
-        return SummaryCompactor(**{**entry, "provider": provider})
+        return SummaryCompactor(max_tokens=entry["max_tokens"], keep=entry["keep"], provider=provider)
 
     def _tool(self, entry: dict[str, Any]) -> Tool:
         if "local" in entry:

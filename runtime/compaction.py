@@ -82,10 +82,17 @@ class SummaryCompactor(BaseModel):
         async with aclosing(provider.stream(request, cancel)) as deltas:  # type: ignore[type-var]  # streams are generators
             async for delta in deltas:
                 whole = delta.message if isinstance(delta, MessageDelta) else whole
-        text = clean(whole.text).strip() if whole is not None else ""
-        if whole is None or not text:
+        if whole is None:
             raise CompactionFailed("the model gave no summary")
-        return text.encode()[:MAX_SUMMARY].decode("utf-8", "ignore"), whole.usage or Usage()
+        return whole.text, whole.usage or Usage()
+
+
+def checked_summary(text: str) -> str:
+    """The summary as it is kept; raises CompactionFailed when it says nothing."""
+    text = clean(text).strip()
+    if not text:
+        raise CompactionFailed("the summary is empty")
+    return text.encode()[:MAX_SUMMARY].decode("utf-8", "ignore")
 
 
 def shown(messages: Sequence[Message], compaction: Compaction | None) -> tuple[Message, ...]:

@@ -21,7 +21,7 @@ from greenroom.runtime.compaction import SummaryCompactor
 from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.limits import Limits
 from greenroom.runtime.middleware import Chain, checked_middleware
-from greenroom.runtime.ports import LlmProvider, ToolPolicy
+from greenroom.runtime.ports import Compactor, LlmProvider, ToolPolicy
 from greenroom.runtime.providers import provider_from_string
 from greenroom.runtime.rules import ToolPolicy as RuleSet
 from greenroom.runtime.skills import SkillError, SkillManager
@@ -69,7 +69,7 @@ class AgentConfig:
     skills: Iterable[str | Path] | SkillManager = ()
     middleware: Iterable[Any] = ()
     policy: ToolPolicy | None = None
-    compactor: SummaryCompactor | None = None
+    compactor: Compactor | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -82,8 +82,8 @@ class AgentConfig:
             raise ConfigError(f"agent {self.name!r}: limits is no Limits(...)")
         if self.policy is not None and not hasattr(self.policy, "judge"):
             raise ConfigError(f"agent {self.name!r}: the policy {self.policy!r} has no `judge`", hint="See ToolPolicy")
-        if self.compactor is not None and not isinstance(self.compactor, SummaryCompactor):
-            raise ConfigError(f"agent {self.name!r}: the compactor is no SummaryCompactor(...)")
+        if self.compactor is not None and not isinstance(self.compactor, Compactor):
+            raise ConfigError(f"agent {self.name!r}: the compactor has no `cut` and `summarize`", hint="See Compactor")
         self._set("provider", self._checked_provider(self.provider))
         self._set("fallbacks", tuple(map(self._checked_provider, self.fallbacks)))
         self._set("skills", self._checked_skills())
@@ -188,7 +188,9 @@ class AgentConfig:
         try:
             if "limits" in fields:
                 fields["limits"] = Limits.model_validate(fields["limits"])
-            if fields.get("compactor") is not None:
+            if isinstance(fields.get("compactor"), str):
+                fields["compactor"] = load_attribute(fields["compactor"])
+            elif fields.get("compactor") is not None:
                 fields["compactor"] = SummaryCompactor.model_validate(fields["compactor"])
             if isinstance(fields.get("sandbox"), dict):
                 fields["sandbox"] = _spec_from_mapping(fields["sandbox"], folder)

@@ -12,7 +12,7 @@ import contextlib
 
 from greenroom.runtime.batch import BatchRun, end_jobs, open_batch
 from greenroom.runtime.calls import ModelRequest
-from greenroom.runtime.compaction import SummaryCompactor, estimate, shown
+from greenroom.runtime.compaction import checked_summary, estimate, safe_cut, shown
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.errors import ClusterError, SandboxError
@@ -34,7 +34,7 @@ from greenroom.runtime.messages import Compaction, Message, Usage, storable
 from greenroom.runtime.middleware import HOOK_GRACE, HookFailed, RunHooks
 from greenroom.runtime.model_call import Broken, Cut, call_model
 from greenroom.runtime.policy import BrokenPolicy
-from greenroom.runtime.ports import Clock, TreeSandbox
+from greenroom.runtime.ports import Clock, Compactor, TreeSandbox
 from greenroom.runtime.record import Record
 from greenroom.runtime.results import Failure, FailureKind
 from greenroom.runtime.retry import backoff
@@ -217,26 +217,28 @@ class Loop:
         """Which of the providers answers; another agent with fewer of them may have come since."""
         return min(self._record.head.state.agent.fallback, len(self._agent.providers) - 1)
 
-    async def _compact(self, compactor: SummaryCompactor) -> None:
+    async def _compact(self, compactor: Compactor) -> None:
         """Has the older history summarized if it is long; whatever goes wrong, it stays as it is."""
         record, before, ports = self._record, self._record.head.compaction, self._ports
         if len(record.messages) < self._compact_from:
             return
         history = shown(record.messages, before)
-        cut = compactor.cut(history)
         first = 0 if before is None else before.upto - 1  # the summary of before is the first message that is shown
-        if cut is None or first + cut <= (before.upto if before is not None else 0):
-            return
-        agent, number = record.head.state.agent, 1 if before is None else before.number + 1
-        provider = self._hooks.around(compactor.provider or self._agent.providers[self._chosen])
         try:
+            wanted = compactor.cut(history)
+            cut = None if wanted is None else safe_cut(history, max(0, len(history) - wanted))
+            if cut is None or first + cut <= (before.upto if before is not None else 0):
+                return
+            agent, number = record.head.state.agent, 1 if before is None else before.number + 1
+            provider = getattr(compactor, "provider", None) or self._agent.providers[self._chosen]
             async with cut_off_by(ports.cancel):
-                summary, usage = await compactor.summarize(
-                    history[:cut], provider, number - 1, agent.session_id, ports.cancel
+                text, usage = await compactor.summarize(
+                    history[:cut], self._hooks.around(provider), number - 1, agent.session_id, ports.cancel
                 )
+                made = Compaction(upto=first + cut, summary=checked_summary(text), number=number)
                 state = record.head.state.but(agent=agent.but(usage=agent.usage + usage))
-                record.update(state=state, compaction=Compaction(upto=first + cut, summary=summary, number=number))
-                ports.emitter.emit("notice", kind="compaction", upto=first + cut)
+                record.update(state=state, compaction=made)
+                ports.emitter.emit("notice", kind="compaction", upto=made.upto)
         except HookFailed:
             raise
         except Exception as error:  # a summary is no reason to end a run

@@ -20,7 +20,7 @@ class OpenParts:
         self._middleware: dict[int, Any] = {}
 
     def remember(self, agent: AgentConfig) -> None:
-        summarizer = agent.compactor.provider if agent.compactor is not None else None
+        summarizer = getattr(agent.compactor, "provider", None)
         for provider in [*agent.providers, *([summarizer] if summarizer is not None else [])]:
             if hasattr(provider, "close"):
                 try:

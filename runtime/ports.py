@@ -23,7 +23,7 @@ from greenroom.runtime.calls import (
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.editing import Edit, Edited
 from greenroom.runtime.events import Event
-from greenroom.runtime.messages import Delta, Message
+from greenroom.runtime.messages import Delta, Message, Usage
 from greenroom.runtime.operations import Operation, OperationResult
 from greenroom.runtime.results import RunResult
 from greenroom.runtime.state import State
@@ -400,6 +400,27 @@ class Middleware:
 
     async def close(self) -> None:
         """Whoever holds the agent is done: called once, the last middleware first."""
+
+
+@runtime_checkable
+class Compactor(Protocol):
+    """Makes the older part of a long history short; it may have a `provider` to be asked instead of the agent's."""
+
+    def cut(self, messages: Sequence[Message]) -> int | None:
+        """How many messages at the start are to be summarized, fewer where that would part a call from its result.
+
+        None while there is room.
+        """
+        ...
+
+    async def summarize(
+        self, messages: Sequence[Message], provider: LlmProvider, number: int, session_id: str, cancel: CancelToken
+    ) -> tuple[str, Usage]:
+        """A summary, which is kept up to MAX_SUMMARY bytes, and what it cost; `number`: of this session's summaries.
+
+        Whatever it raises leaves the history as it was.
+        """
+        ...
 
 
 class EventSink(Protocol):

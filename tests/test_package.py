@@ -16,7 +16,8 @@ import greenroom
 ROOT = Path(__file__).parents[1]
 
 PUBLIC = """
-AgentConfig AgentRuntime AgentUnavailable AlreadyExists Anthropic CancelToken ClaimHeld ClusterError ConfigError
+AgentConfig AgentRuntime AgentUnavailable AlreadyExists Anthropic CancelToken ClaimHeld ClusterError Compactor
+ConfigError
 Conflict Deleted EditRefused Event ExecResult Failure FailureKind Fenced GreenroomError IllegalTransition ImageBlock
 HookContext Interrupt InterruptPending JobNotFound JobState Limits MapResult Message MessageDelta Middleware
 ModelRequest NewerSchema

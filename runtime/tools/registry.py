@@ -18,7 +18,7 @@ from greenroom.runtime.calls import Effect, Interrupt, ToolContext, ToolOutput, 
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.tools.output import to_output
-from greenroom.runtime.tools.schema import json_schema, model_of_signature, validate
+from greenroom.runtime.tools.schema import described, json_schema, model_of_signature, validate
 from greenroom.runtime.tools.threads import ToolEnded, run_in_thread
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -172,14 +172,14 @@ class ToolRegistry:
     ) -> Any:
         """Registers a function by its signature and returns it unchanged; with or without parentheses.
 
-        The description is the docstring unless given. Raises ConfigError.
+        The description is the docstring unless given; what that says of parameters goes to them. Raises ConfigError.
         """
 
         def register(target: F) -> F:
             arguments, context = model_of_signature(target)
             spec = ToolSpec(
                 name=name or target.__name__,
-                description=description if description is not None else inspect.getdoc(target) or "",
+                description=description if description is not None else described(target)[0],
                 arguments=arguments,
                 effect=effect,
                 timeout=timeout,

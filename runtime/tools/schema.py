@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from greenroom.runtime.calls import ToolContext
@@ -39,6 +39,7 @@ def model_of_signature(function: Callable[..., Any]) -> tuple[type[BaseModel], s
             f"tool {name!r}: the annotation {error.name!r} cannot be resolved",
             hint="Import the type at module level, where the function is defined",
         ) from None
+    docs = described(function)[1]
     fields: dict[str, Any] = {}
     context: str | None = None
     for parameter in inspect.signature(function).parameters.values():
@@ -50,9 +51,29 @@ def model_of_signature(function: Callable[..., Any]) -> tuple[type[BaseModel], s
         if hint is ToolContext:
             context = parameter.name
         else:
-            fields[parameter.name] = (hint, ... if parameter.default is parameter.empty else parameter.default)
+            default = ... if parameter.default is parameter.empty else parameter.default
+            doc = docs.get(parameter.name)
+            told = doc and not _has_description(hint)
+            fields[parameter.name] = (hint, Field(default, description=doc) if told else default)
     model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
     return model, context
+
+
+def described(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """What a docstring says of the function, and of each parameter (Google, NumPy or Sphinx style)."""
+    text = inspect.getdoc(function) or ""
+    if not any(mark in text for mark in ("Args:", "Arguments:", "Parameters", ":param", "@param")):
+        return text, {}
+    import docstring_parser  # only here: few need it
+
+    parsed = docstring_parser.parse(text)
+    docs = {param.arg_name: " ".join((param.description or "").split()) for param in parsed.params}
+    return ((parsed.description or "").strip(), docs) if docs else (text, {})
+
+
+def _has_description(hint: Any) -> bool:
+    metadata = getattr(hint, "__metadata__", ())
+    return any(isinstance(item, FieldInfo) and item.description for item in metadata)
 
 
 def json_schema(model: type[BaseModel]) -> dict[str, Any]:

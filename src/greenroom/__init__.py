@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from greenroom.runtime.messages import ToolCallDelta as ToolCallDelta
     from greenroom.runtime.messages import ToolResultBlock as ToolResultBlock
     from greenroom.runtime.messages import Usage as Usage
+    from greenroom.runtime.ports import Compactor as Compactor
     from greenroom.runtime.ports import HookContext as HookContext
     from greenroom.runtime.ports import Middleware as Middleware
     from greenroom.runtime.protocols import Runtime as Runtime
@@ -126,6 +127,7 @@ _HOME = {
     "GreenroomError": "runtime.errors",
     "IllegalTransition": "runtime.errors",
     "ImageBlock": "runtime.messages",
+    "Compactor": "runtime.ports",
     "HookContext": "runtime.ports",
     "Interrupt": "runtime.calls",
     "JobState": "runtime.calls",
@@ -212,6 +214,7 @@ __all__ = [
     "CancelToken",
     "ClaimHeld",
     "ClusterError",
+    "Compactor",
     "ConfigError",
     "Conflict",
     "Deleted",

@@ -9,22 +9,26 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenes import ASK, CASES, bash, call, calls, scripted
+from scenes import ASK, CASES, bash, call, calls, over, scripted
 
 from greenroom import (
     AgentConfig,
     AgentRuntime,
+    CancelToken,
     ConfigError,
     Message,
+    ModelRequest,
     RunStatus,
     Scripted,
     Storage,
     TextBlock,
     ToolCallBlock,
     ToolResultBlock,
+    Usage,
 )
 from greenroom.runtime.compaction import MAX_SUMMARY, SummaryCompactor, as_text, safe_cut, shown
 from greenroom.runtime.messages import Compaction
+from greenroom.runtime.ports import LlmProvider
 from greenroom.runtime.storage import MemoryObjectStore
 from greenroom.testing import FakeSandboxes, strict_history
 
@@ -215,9 +219,60 @@ def test_summaries_are_bounded() -> None:
 
 
 def test_what_it_takes() -> None:
-    with pytest.raises(ConfigError, match="SummaryCompactor"):
+    with pytest.raises(ConfigError, match="no `cut` and `summarize`"):
         scripted("x", compactor="summary")
     for wrong in ({"max_tokens": 0}, {"keep": -1}, {"unknown": 1}):
         with pytest.raises(ValueError, match="SummaryCompactor"):
             SummaryCompactor(**wrong)
     assert calls(call("x"))
+
+
+class CutsAnywhere:
+    """A compactor of one's own: counts messages, asks no model, and knows nothing of pairs."""
+
+    def __init__(self, at: int = 2, summary: str = "all that was") -> None:
+        self.at, self.summary = at, summary
+
+    def cut(self, messages: Sequence[Message]) -> int | None:
+        return self.at if len(messages) > 3 else None
+
+    async def summarize(
+        self, messages: Sequence[Message], provider: LlmProvider, number: int, session_id: str, cancel: CancelToken
+    ) -> tuple[str, Usage]:
+        return self.summary, Usage(input_tokens=1)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 99])
+async def test_a_compactor_of_ones_own_never_parts_a_pair(home: Any, shared: MemoryObjectStore, at: int) -> None:
+    sent: list[ModelRequest] = []
+
+    def seen(entry: Any) -> Any:
+        def answer(request: ModelRequest) -> Any:
+            sent.append(request)
+            return entry
+
+        return answer
+
+    script = [seen(bash(f"{n}")) for n in range(4)]
+    agent = scripted(*script, seen("done"), compactor=CutsAnywhere(at))
+    async with over(shared) as runtime:
+        session = await runtime.create_session(agent)
+        assert (await session.run("go")).text == "done"
+        for request in sent:
+            strict_history(request.messages)
+        assert any("all that was" in request.messages[0].text for request in sent) is (at > 0)
+
+
+async def test_a_compactor_that_raises_or_says_nothing_changes_nothing(home: Any, shared: MemoryObjectStore) -> None:
+    class Raises(CutsAnywhere):
+        def cut(self, messages: Sequence[Message]) -> int | None:
+            raise RuntimeError("broken")
+
+    for number, compactor in enumerate([Raises(), CutsAnywhere(2, "  ")]):
+        agent = scripted(*(bash(f"{n}") for n in range(4)), "done", compactor=compactor)
+        async with over(shared) as runtime:
+            session = await runtime.create_session(agent, f"s{number}")
+            assert [event.kind async for event in session.stream("go") if event.type == "notice"] == [
+                "compaction_failed"
+            ]
+            assert (await session.status()).state == "Success"

@@ -7,6 +7,7 @@ import decimal
 import json
 import threading
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -94,6 +95,103 @@ def test_a_signature_becomes_a_schema() -> None:
             "unit": {"enum": ["c", "f"], "type": "string", "default": "c"},
         },
         "required": ["city"],
+    }
+
+
+GOOGLE = """Looks the weather up.
+
+Args:
+    city: Where,
+        in any spelling.
+    days: How many.
+
+Returns:
+    What it is like.
+"""
+SPHINX = """Looks the weather up.
+
+:param city: Where, in any spelling.
+:param days: How many.
+"""
+NUMPY = """Looks the weather up.
+
+Parameters
+----------
+city : str
+    Where, in any spelling.
+days : int
+    How many.
+"""
+
+
+@pytest.mark.parametrize("doc", [GOOGLE, SPHINX, NUMPY], ids=["google", "sphinx", "numpy"])
+def test_what_a_docstring_says_of_parameters_goes_to_them(doc: str) -> None:
+    def lookup(city: str, days: Annotated[int, Field(description="its own word")] = 1) -> str:
+        return city
+
+    lookup.__doc__ = doc
+    registry = ToolRegistry()
+    registry.tool(lookup)
+    (tool,) = registry
+    assert tool.schema.description == "Looks the weather up."
+    assert tool.schema.parameters["properties"] == {
+        "city": {"type": "string", "description": "Where, in any spelling."},
+        "days": {"type": "integer", "default": 1, "description": "its own word"},
+    }
+    assert tool.schema.parameters["required"] == ["city"]
+
+
+class Colour(StrEnum):
+    red = "red"
+    blue = "blue"
+
+
+class Place(BaseModel):
+    """Where it stands."""
+
+    x: int
+    y: int = Field(default=0, ge=0)
+
+
+class Draw(BaseModel):
+    """Draws a shape."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    place: Place
+    """Its corner."""
+    colour: Colour = Colour.red
+    label: str | None = None
+    points: list[Place] = []
+
+
+async def draw(ctx: ToolContext, arguments: Draw) -> str:
+    return ""
+
+
+def test_a_model_with_everything_in_it_becomes_a_schema() -> None:
+    registry = ToolRegistry()
+    registry.add(ToolSpec("draw", "Draws.", Draw), draw)
+    (tool,) = registry
+    assert tool.schema.parameters == {
+        "description": "Draws a shape.",
+        "type": "object",
+        "properties": {
+            "place": {"$ref": "#/$defs/Place", "description": "Its corner."},
+            "colour": {"$ref": "#/$defs/Colour", "default": "red"},
+            "label": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+            "points": {"type": "array", "items": {"$ref": "#/$defs/Place"}, "default": []},
+        },
+        "required": ["place"],
+        "$defs": {
+            "Place": {
+                "description": "Where it stands.",
+                "type": "object",
+                "properties": {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0, "minimum": 0}},
+                "required": ["x"],
+            },
+            "Colour": {"type": "string", "enum": ["red", "blue"]},
+        },
     }
 
 
