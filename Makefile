@@ -29,7 +29,7 @@ check: install-dev  ## lint, types, import directions
 	$(BIN)/lint-imports
 
 bench: install-dev  ## JSON lines; ratios count, milliseconds do not
-	$(BIN)/python benchmarks/activation.py
+	$(BIN)/python benchmarks/ray.py
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/over_http.py
 	$(BIN)/python benchmarks/sandbox.py

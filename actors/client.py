@@ -7,6 +7,7 @@ or change (status, transcript, submit, the list) it does itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import uuid
@@ -18,20 +19,19 @@ from weakref import WeakValueDictionary
 
 import ray
 
-from greenroom import __version__
 from greenroom.actors.cluster import ensure_ray
 from greenroom.actors.handles import SandboxActorClient, SupervisorClient
 from greenroom.actors.reader import follow_command, follow_session
 from greenroom.actors.supervisor import SupervisorActor
-from greenroom.actors.wire import PROTOCOL, SUPERVISOR, Command, Hello, Outcome, PoolConfig, PoolStatus
-from greenroom.runtime.agents import pack
+from greenroom.actors.wire import SUPERVISOR, Command, Hello, Outcome, PoolConfig, PoolStatus
+from greenroom.runtime.agents import AgentPacket, pack
 from greenroom.runtime.blocking import BlockingSession
 from greenroom.runtime.budget import LocalBudgets
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.clock import RandomIds, SystemClock
 from greenroom.runtime.config import AgentConfig
-from greenroom.runtime.errors import ConfigError, UsageError
+from greenroom.runtime.errors import ClusterError, ConfigError, UsageError
 from greenroom.runtime.events import Event
 from greenroom.runtime.facade import RuntimeFacade
 from greenroom.runtime.host import Host
@@ -48,6 +48,12 @@ from greenroom.runtime.tool_tasks import ToolTasks
 from greenroom.runtime.view import info_of
 from greenroom.runtime.workspace import remove_managed_workspace
 
+CLIENT_BEAT = 5.0
+"""Seconds between two words of a client to the Supervisor."""
+
+LEAVE_WAIT = 5.0
+"""Seconds that a client waits when it takes its leave."""
+
 JOIN_GRACE = 5.0
 """Seconds that a stream waits for the outcome of a run whose end it has already told."""
 
@@ -63,13 +69,13 @@ def connect(
     address: None uses the Ray of this process, else a running one, else starts a local one, which ends with the
     client; "local" always starts one, "auto" never. Raises ConfigError for a store that processes cannot share.
     """
-    return RayRuntime(address, storage, namespace, pool or PoolConfig())
+    return RayRuntime(address, storage, namespace, pool)
 
 
 class RayRuntime(RuntimeFacade["RaySession"]):
     """See connect()."""
 
-    def __init__(self, address: str | None, storage: str | Storage, namespace: str, pool: PoolConfig) -> None:
+    def __init__(self, address: str | None, storage: str | Storage, namespace: str, pool: PoolConfig | None) -> None:
         super().__init__()
         self.storage = Storage.open(storage) if isinstance(storage, str) else storage
         if not self.storage.url or self.storage.url == "memory:":
@@ -84,7 +90,10 @@ class RayRuntime(RuntimeFacade["RaySession"]):
         self._started_ray = False
         self._closed = False
         self._supervisor: SupervisorClient | None = None
-        self._packed: set[str] = set()
+        self._packets: dict[str, AgentPacket] = {}
+        self._id = uuid.uuid4().hex
+        self._incarnation = ""
+        self._beating: asyncio.Task[None] | None = None
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._host = Host(
             storage=self.storage,
@@ -137,6 +146,12 @@ class RayRuntime(RuntimeFacade["RaySession"]):
         if self._closed:
             return ()
         self._closed = True
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._supervisor is not None and not self._started_ray:
+            with contextlib.suppress(ClusterError, TimeoutError):
+                async with asyncio.timeout(LEAVE_WAIT):
+                    await self._supervisor.here(self._id, leaving=True)
         if self._started_ray:
             if self._supervisor is not None:
                 await asyncio.wait([asyncio.ensure_future(self.stop_pool())], timeout=timeout)
@@ -148,17 +163,32 @@ class RayRuntime(RuntimeFacade["RaySession"]):
         await self.storage.probe()
         self._started_ray = ensure_ray(self._address)
         try:
-            hello = Hello(PROTOCOL, __version__, self.storage.url)
+            hello = Hello.of(self.storage.url)
             handle: Any = SupervisorActor.options(
                 name=SUPERVISOR, namespace=self._namespace, lifetime="detached", get_if_exists=True
-            ).remote(self._namespace, hello, self._pool)
+            ).remote(self._namespace, hello, self._pool or PoolConfig())
             supervisor = SupervisorClient(handle)
-            await supervisor.hello(hello)
+            self._incarnation = await supervisor.hello(hello, self._pool)
         except BaseException:
             await self.close()
             raise
         self._supervisor = supervisor
+        self._beating = asyncio.get_running_loop().create_task(self._keep_beating(supervisor))
         return self
+
+    async def _keep_beating(self, supervisor: SupervisorClient) -> None:
+        """Tells the Supervisor that this client is there, and brings a new one what the old one knew."""
+        while True:
+            with contextlib.suppress(ClusterError):
+                await self._meet(supervisor)
+            await asyncio.sleep(CLIENT_BEAT)
+
+    async def _meet(self, supervisor: SupervisorClient) -> None:
+        incarnation = await supervisor.here(self._id)
+        if incarnation != self._incarnation:
+            for packet in list(self._packets.values()):
+                await supervisor.put_agent(packet, self._paths)
+            self._incarnation = incarnation
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -194,14 +224,19 @@ class RayRuntime(RuntimeFacade["RaySession"]):
     async def carry_out(self, command: Command) -> Outcome:
         """Starts a command and waits for its end."""
         await self.start(command)
-        return await self.supervisor().join(command.key)
+        return await self.joined(command)
+
+    async def joined(self, command: Command) -> Outcome:
+        """The end of a command that was started, also when the Supervisor dies meanwhile."""
+        supervisor = self.supervisor()
+        return await supervisor.carry_on(command, lambda: self._meet(supervisor))
 
     async def _send_agent(self, agent: AgentConfig) -> str:
         """The Supervisor keeps the agent with its local parts, the store its documents."""
         packet = pack(agent)
-        if packet.digest not in self._packed:
-            await self.supervisor().put_agent(packet)
-            self._packed.add(packet.digest)
+        if packet.digest not in self._packets:
+            await self.supervisor().put_agent(packet, self._paths)
+            self._packets[packet.digest] = packet
         return await self._host.shelf.put(agent)
 
     # -- ports of this process's drivers: parking a session from here reaches its tree through the Supervisor
@@ -275,7 +310,7 @@ class RaySession(BlockingSession):
         command = self._command("run", text=text, request_id=request_id)
         supervisor = self._runtime.supervisor()
         await self._runtime.start(command)
-        run = asyncio.ensure_future(supervisor.join(command.key))
+        run = asyncio.ensure_future(self._runtime.joined(command))
         try:
             async for event in follow_command(supervisor, command, run):
                 yield event

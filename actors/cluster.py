@@ -7,6 +7,8 @@ import os
 
 import ray
 
+from greenroom.actors.handles import SupervisorClient
+from greenroom.actors.wire import SUPERVISOR
 from greenroom.runtime.errors import ClusterError
 
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -71,3 +73,12 @@ def _init(address: str) -> None:
             f"{text[0] if text else type(error).__name__}",
             hint=HINTS.get(address, 'With token authentication only address="auto" on a node of the cluster works'),
         ) from error
+
+
+def find_pool(namespace: str) -> SupervisorClient | None:
+    """The Supervisor of a pool on the Ray that runs here; None when there is no Ray or no pool. Starts nothing."""
+    try:
+        ensure_ray("auto", start=False)
+        return SupervisorClient.find(SUPERVISOR, namespace)
+    except ClusterError:
+        return None

@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Awaitable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import ray
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 
-from greenroom.actors.wire import Command, CommandKey, EventPage, Hello, Outcome, PoolStatus, SandboxInfo
+from greenroom.actors.wire import (
+    Command,
+    CommandKey,
+    EventPage,
+    Hello,
+    Outcome,
+    PoolConfig,
+    PoolStatus,
+    SandboxInfo,
+    SessionReport,
+    UnknownCommand,
+)
 from greenroom.runtime.agents import AgentPacket
 from greenroom.runtime.calls import CallRef, SandboxSpec
 from greenroom.runtime.errors import ClusterError, SandboxDied
@@ -27,6 +40,9 @@ SILENCE_PAUSE = 0.5
 
 CALL_TIMEOUT = 60.0
 """Seconds for a short call to an actor, its process's start included."""
+
+RESTART_WAIT = 120.0
+"""Seconds that a Supervisor may take to come up again; a busy machine needs some."""
 
 SANDBOX_TIMEOUT = 1800.0
 """Seconds for a sandbox to open or to close: a workspace may be fetched, or saved, on the way."""
@@ -69,76 +85,107 @@ class SupervisorClient:
         except ValueError as error:
             raise ClusterError(f"the namespace {namespace!r} has no Greenroom pool") from error
 
-    async def hello(self, hello: Hello) -> None:
-        """Raises PoolMismatch."""
-        cast(Outcome, await ask(self._handle.hello.remote(hello))).unwrap()
+    async def hello(self, hello: Hello, pool: PoolConfig | None) -> str:
+        """The Supervisor's incarnation; raises PoolMismatch."""
+        answer = cast("str | Outcome", await self._ask("hello", hello, pool))
+        if isinstance(answer, Outcome):
+            answer.unwrap()
+        return str(answer)
 
-    async def put_agent(self, packet: AgentPacket) -> None:
-        """Gives the agent, its local parts by value, into the Supervisor's keeping."""
+    async def here(self, client: str, *, leaving: bool = False) -> str:
+        """Tells that the client is there, or leaves; answers the Supervisor's incarnation."""
+        return cast(str, await self._ask("here", client, leaving))
+
+    async def put_agent(self, packet: AgentPacket, paths: tuple[str, ...]) -> None:
+        """Gives the agent, its local parts by value, into the Supervisor's keeping; `paths`: where it imports from."""
         body = cast(Any, cloudpickle).dumps(packet)
-        await ask(self._handle.put_agent.remote(list(packet.documents), body))
+        await self._ask("put_agent", list(packet.documents), body, paths)
 
-    async def get_agent(self, digest: str) -> AgentPacket | None:
-        body = await ask(self._handle.get_agent.remote(digest))
+    async def get_agent(self, digest: str, wait: bool) -> tuple[AgentPacket | None, tuple[str, ...]]:  # noqa: FBT001
+        """The agent, and where it may import from; `wait`: a while for a client to bring it again."""
+        body, paths = await self._ask("get_agent", digest, wait)
         if body is None:
-            return None
+            return None, paths
         packet = cast(AgentPacket, pickle.loads(body))
-        return AgentPacket(digest, packet.documents, packet.locals)
+        return AgentPacket(digest, packet.documents, packet.locals), paths
 
     async def start(self, command: Command) -> None:
         """Raises RequestConflict when the command's key came before with other content."""
-        cast(Outcome, await ask(self._handle.start.remote(command))).unwrap()
+        cast(Outcome, await self._ask("start", command)).unwrap()
 
     async def join(self, key: CommandKey) -> Outcome:
         """Waits for the command's end, as long as it takes."""
-        return cast(Outcome, await ask(self._handle.join.remote(key), timeout=None))
+        return cast(Outcome, await self._ask("join", key, within=None))
+
+    async def carry_on(self, command: Command, again: Callable[[], Awaitable[None]] | None = None) -> Outcome:
+        """The end of a command that was started, over the death of the Supervisor: a new one is given it once more.
+
+        again: what to do first when the Supervisor has lost its memory.
+        """
+        while True:
+            outcome = await self.join(command.key)
+            if not isinstance(outcome.error, UnknownCommand):
+                return outcome
+            if again is not None:
+                await again()
+            await self.start(replace(command, recover=True))
 
     async def cancel(self, session_id: str, reason: str, timeout: float | None) -> Outcome | None:
         """None when the Supervisor knows of no run of the session."""
-        return cast("Outcome | None", await ask(self._handle.cancel.remote(session_id, reason, timeout), timeout=None))
+        return cast("Outcome | None", await self._ask("cancel", session_id, reason, timeout, within=None))
 
     async def terminate(self, session_id: str, reason: str) -> Outcome | None:
         """As cancel, but an actor that does not park in time is killed."""
-        return cast("Outcome | None", await ask(self._handle.terminate.remote(session_id, reason), timeout=None))
+        return cast("Outcome | None", await self._ask("terminate", session_id, reason, within=None))
 
     async def locate(self, key: CommandKey) -> SessionActorClient | None:
         """The actor that runs the command, once it is placed; None if that takes longer than a moment."""
-        handle = await ask(self._handle.locate.remote(key))
+        handle = await self._ask("locate", key)
         return None if handle is None else SessionActorClient(handle)
 
     async def actor_of(self, session_id: str) -> SessionActorClient | None:
         """The actor that runs the session, or ran it last."""
-        handle = await ask(self._handle.actor_of.remote(session_id))
+        handle = await self._ask("actor_of", session_id)
         return None if handle is None else SessionActorClient(handle)
 
     async def sandbox_for(self, root: str, spec: SandboxSpec) -> SandboxInfo:
         """Raises SandboxUnavailable."""
-        return cast(SandboxInfo, await ask(self._handle.sandbox_for.remote(root, spec), SANDBOX_TIMEOUT))
+        return cast(SandboxInfo, await self._ask("sandbox_for", root, spec, within=SANDBOX_TIMEOUT))
 
     async def find_sandbox(self, root: str) -> SandboxInfo | None:
-        return cast("SandboxInfo | None", await ask(self._handle.find_sandbox.remote(root)))
+        return cast("SandboxInfo | None", await self._ask("find_sandbox", root))
 
-    async def reserve_tokens(
-        self, session_id: str, used: int, wanted: int, limit: int, known: Mapping[str, int] | None = None
+    async def tokens_left(
+        self, session_id: str, used: int, limit: int, known: Mapping[str, int] | None = None
     ) -> bool | None:
         """None: the Supervisor has to be told what the tree's heads say."""
-        asked = self._handle.reserve_tokens.remote(session_id, used, wanted, limit, known)
-        return cast("bool | None", await ask(asked))
+        return cast("bool | None", await self._ask("tokens_left", session_id, used, limit, known))
 
-    async def settle_tokens(self, session_id: str, used: int) -> None:
-        await ask(self._handle.settle_tokens.remote(session_id, used))
+    async def tell_tokens(self, session_id: str, used: int) -> None:
+        await self._ask("tell_tokens", session_id, used)
 
     async def close_sandbox(self, root: str) -> None:
         """Ends a tree's sandbox, if it is open."""
-        await ask(self._handle.close_sandbox.remote(root), SANDBOX_TIMEOUT)
+        await self._ask("close_sandbox", root, within=SANDBOX_TIMEOUT)
 
     async def status(self) -> PoolStatus:
-        return cast(PoolStatus, await ask(self._handle.status.remote()))
+        return cast(PoolStatus, await self._ask("status"))
 
     async def stop(self) -> None:
         """Ends the pool's actors, then the Supervisor itself."""
-        await ask(self._handle.stop.remote())
+        await self._ask("stop")
         ray.kill(self._handle)
+
+    async def _ask(self, method: str, *args: Any, within: float | None = CALL_TIMEOUT) -> Any:
+        """The answer; every method may be asked again, and is while a new Supervisor comes up for a dead one."""
+        deadline = time.monotonic() + RESTART_WAIT
+        while True:
+            try:
+                return await ask(getattr(self._handle, method).remote(*args), within)
+            except ActorSilent:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(SILENCE_PAUSE)
 
 
 class SessionActorClient:
@@ -165,6 +212,14 @@ class SessionActorClient:
 
     async def pid(self) -> int:
         return cast(int, await ask(self.handle.pid.remote()))
+
+    async def end(self, timeout: float) -> None:
+        """The actor is let go: it closes what its agents hold open."""
+        await ask(self.handle.end.remote(), timeout)
+
+    async def report(self, timeout: float) -> SessionReport:
+        """Answered while the run's loop is blocked, too."""
+        return cast(SessionReport, await ask(self.handle.report.remote(), timeout))
 
 
 class SandboxActorClient:

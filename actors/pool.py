@@ -1,15 +1,17 @@
 """The green room: warm actors waiting for their next call. Owned by the Supervisor, used on its loop alone.
 
-Session actors serve one session at a time; there is a fixed number of them, and beyond it those that children and
-recoveries need, which end when they are given back. Sandbox actors are kept by the tree that used them last until
-another tree needs one.
+Session actors serve one session at a time. There are as many as are needed, up to the pool's size, and beyond it those
+that children and recoveries need, which end when they are given back. Sandbox actors are kept by the tree that used
+them last until another tree needs one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -17,11 +19,18 @@ import ray
 from greenroom.actors.handles import SANDBOX_TIMEOUT, ActorLost, ActorSilent, SessionActorClient, ask
 from greenroom.actors.sandbox import SandboxActor
 from greenroom.actors.session import SessionActor
-from greenroom.actors.wire import SandboxInfo
+from greenroom.actors.wire import PoolConfig, SandboxInfo, SandboxReport
 from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.errors import ClusterError
+
+SESSION_ACTOR, SANDBOX_ACTOR = "greenroom-session-", "greenroom-sandbox-"
+"""How the names of the pool's actors begin."""
 
 RETIRE_AFTER = 5.0
 """Seconds that an actor which is not needed any more is kept, so that its last events can be read."""
+
+END_WAIT = 4.0
+"""Seconds that an actor gets to close what its agents hold open."""
 
 MAX_USES = 1000
 """Sessions an actor serves before it is replaced."""
@@ -29,50 +38,88 @@ MAX_USES = 1000
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A session actor."""
+    """A session actor; beat: monotonic seconds of the last beat of its run loop that is known; stuck: there was none
+    for too long.
+    """
 
     client: SessionActorClient
     uses: int = 0
+    beat: float = field(default_factory=time.monotonic)
+    stuck: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class SessionPool:
-    """`size`: actors kept; `incarnation`: makes their names this pool's own."""
+    """`size`: sessions that may live in it at once; `incarnation`: makes the names of its actors its own.
 
-    def __init__(self, namespace: str, incarnation: str, store: str, size: int) -> None:
+    It grows when somebody needs an actor, keeps `config.min_idle` warm ones ready, and lets those go that were idle for
+    longer than `config.idle_after`.
+    """
+
+    def __init__(self, namespace: str, incarnation: str, store: str, size: int, config: PoolConfig) -> None:
+        self.size = size
         self._namespace = namespace
         self._incarnation = incarnation
         self._store = store
-        self._size = size
+        self._config = config
         self._count = 0
         self._idle: list[Slot] = []
+        self._ending: set[asyncio.Task[None]] = set()
         self.slots: set[Slot] = set()
 
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def busy(self) -> int:
+        return len(self.slots) - len(self._idle)
+
     def fill(self) -> None:
-        """Starts actors up to the pool's size; they come up by themselves."""
-        while len(self.slots) < self._size:
+        """Keeps warm ones ready, within the size; they come up by themselves."""
+        while len(self._idle) < self._config.min_idle and len(self.slots) < self.size:
             self._idle.insert(0, self._start())  # the coldest: it is taken last
+
+    def adopt(self, handle: Any, *, busy: bool) -> Slot:
+        """Takes in an actor that another Supervisor has started."""
+        slot = Slot(SessionActorClient(handle))
+        self.slots.add(slot)
+        if not busy:
+            self._idle.append(slot)
+            self._let_go_later(slot)
+        return slot
 
     def take(self, *, beyond: bool) -> Slot | None:
         """An idle actor, the warmest first, while fewer than the pool's size are busy; with `beyond` always one."""
-        if not beyond and len(self.slots) - len(self._idle) >= self._size:
+        if not beyond and self.busy >= self.size:
             return None
-        return self._idle.pop() if self._idle else self._start()
+        slot = self._idle.pop() if self._idle else self._start()
+        slot.beat = time.monotonic()
+        self.fill()
+        return slot
 
     def give_back(self, slot: Slot) -> None:
         """The actor is idle again; one too many, or one used up, is ended once its last events can have been read."""
         slot.uses += 1
         if slot.uses < MAX_USES:
             self._idle.append(slot)
-        asyncio.get_running_loop().call_later(RETIRE_AFTER, self._retire, slot)
+        self._let_go_later(slot)
 
-    def _retire(self, slot: Slot) -> None:
-        if slot not in self.slots:
+    def _let_go_later(self, slot: Slot) -> None:
+        needed = slot.uses < MAX_USES and len(self.slots) <= self.size
+        wait = max(RETIRE_AFTER, self._config.idle_after) if needed else RETIRE_AFTER
+        asyncio.get_running_loop().call_later(wait, self._retire, slot, slot.uses)
+
+    def _retire(self, slot: Slot, uses: int) -> None:
+        """Lets an actor go that has not been used since, and is not needed."""
+        if slot not in self.slots or slot.uses != uses:
             return
         if slot.uses >= MAX_USES:
             self.lost(slot)
-        elif slot in self._idle and len(self.slots) > self._size:
+        elif slot in self._idle and (self.idle > self._config.min_idle or len(self.slots) > self.size):
             self._idle.remove(slot)
-            self.lost(slot)
+            self.slots.discard(slot)
+            self._ending.add(task := asyncio.get_running_loop().create_task(_end(slot)))
+            task.add_done_callback(self._ending.discard)
 
     def lost(self, slot: Slot) -> None:
         """The actor is dead, or is to be; the pool is filled up again."""
@@ -80,22 +127,30 @@ class SessionPool:
         ray.kill(slot.client.handle)
         self.fill()
 
-    def stop(self) -> None:
-        for slot in self.slots:
-            ray.kill(slot.client.handle)
+    async def stop(self) -> None:
+        await asyncio.gather(*(_end(slot) for slot in self.slots), *self._ending)
         self.slots.clear()
         self._idle.clear()
 
     def _start(self) -> Slot:
         self._count += 1
-        name = f"greenroom-session-{self._incarnation}-{self._count}"
-        handle: Any = SessionActor.options(name=name, namespace=self._namespace, lifetime="detached").remote(
+        name = f"{SESSION_ACTOR}{self._incarnation}-{self._count}"
+        resource = self._config.slot_resource
+        capped = {"resources": {resource: 1}} if resource is not None and len(self.slots) < self.size else {}
+        handle: Any = SessionActor.options(name=name, namespace=self._namespace, lifetime="detached", **capped).remote(
             name, self._namespace, self._store
         )
         handle.pid.remote()  # its first call: the process imports what it needs before it is needed
         slot = Slot(SessionActorClient(handle))
         self.slots.add(slot)
         return slot
+
+
+async def _end(slot: Slot) -> None:
+    """Lets an actor close what its agents hold open, for a moment, and ends it."""
+    with contextlib.suppress(ClusterError):
+        await slot.client.end(END_WAIT)
+    ray.kill(slot.client.handle)
 
 
 class SandboxPool:
@@ -112,7 +167,7 @@ class SandboxPool:
         self._count = 0
         self._open: OrderedDict[str, SandboxInfo] = OrderedDict()
         self._spare: list[Any] = []
-        self._started: list[Any] = []
+        self.started: list[Any] = []
         self._locks: dict[str, asyncio.Lock] = {}
 
     @property
@@ -126,6 +181,14 @@ class SandboxPool:
 
     def find(self, root: str) -> SandboxInfo | None:
         return self._open.get(root)
+
+    def adopt(self, handle: Any, report: SandboxReport) -> None:
+        """Takes in an actor that another Supervisor has started."""
+        self.started.append(handle)
+        if report.root is not None and report.facts is not None and report.root not in self._open:
+            self._open[report.root] = SandboxInfo(handle, report.facts)
+        else:
+            self._spare.append(handle)
 
     async def get(self, root: str, spec: SandboxSpec, live: frozenset[str]) -> SandboxInfo:
         """The tree's sandbox, opened if it is not; `live`: roots whose trees run now. Raises SandboxUnavailable."""
@@ -161,9 +224,9 @@ class SandboxPool:
     async def stop(self) -> None:
         self._open.clear()
         self._spare.clear()
-        for actor in self._started:  # also one that is just being opened
+        for actor in self.started:  # also one that is just being opened
             ray.kill(actor)
-        self._started.clear()
+        self.started.clear()
 
     async def _open_new(self, root: str, spec: SandboxSpec, live: frozenset[str]) -> SandboxInfo:
         actor = await self._take(live)
@@ -192,17 +255,17 @@ class SandboxPool:
 
     def _start(self) -> Any:
         self._count += 1
-        name = f"greenroom-sandbox-{self._incarnation}-{self._count}"
+        name = f"{SANDBOX_ACTOR}{self._incarnation}-{self._count}"
         actor: Any = SandboxActor.options(name=name, namespace=self._namespace, lifetime="detached").remote(self._store)
         actor.pid.remote()  # its first call: the process imports what it needs before it is needed
-        self._started.append(actor)
+        self.started.append(actor)
         return actor
 
     def _drop(self, actor: Any) -> None:
         """The actor is dead, or is to be."""
         ray.kill(actor)
-        if actor in self._started:
-            self._started.remove(actor)
+        if actor in self.started:
+            self.started.remove(actor)
 
     async def _answers(self, info: SandboxInfo) -> bool:
         try:

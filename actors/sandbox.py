@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from greenroom.actors.wire import SandboxFacts
+from greenroom.actors.wire import SandboxFacts, SandboxReport
 from greenroom.runtime.calls import CallRef, SandboxSpec
 from greenroom.runtime.clock import SystemClock
 from greenroom.runtime.errors import SandboxDied
@@ -31,13 +31,16 @@ class SandboxHost:
     def __init__(self, store: str) -> None:
         self._storage = Storage.open(store)
         self._sandbox: SharedSandbox | None = None
+        self._root: str | None = None
+        self._facts: SandboxFacts | None = None
 
     async def open(self, root: str, spec: SandboxSpec) -> SandboxFacts:
         """A fresh sandbox for this tree; the one before is closed."""
         await self.close()
         opened = await open_tree(ShippedSandboxes(), spec, root, self._storage, SystemClock(), auto=_many_machines())
-        self._sandbox = opened
-        return SandboxFacts(opened.incarnation, opened.guarantees, opened.saves, opened.restored)
+        self._sandbox, self._root = opened, root
+        self._facts = SandboxFacts(opened.incarnation, opened.guarantees, opened.saves, opened.restored)
+        return self._facts
 
     async def covered(self, incarnation: str, session_id: str) -> str | None:
         return await self._opened(incarnation).covered(session_id)
@@ -72,6 +75,10 @@ class SandboxHost:
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def report(self) -> SandboxReport:
+        """Whose sandbox is open here."""
+        return SandboxReport(os.getpid(), self._root, self._facts) if self._sandbox else SandboxReport(os.getpid())
 
     def _opened(self, incarnation: str) -> SharedSandbox:
         """The sandbox; a caller that means an earlier one, perhaps of another tree, is turned away."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,8 @@ from typing import Any, TypeVar
 import ray
 
 from greenroom.actors.handles import SandboxActorClient, SupervisorClient
-from greenroom.actors.wire import SUPERVISOR, Command, CommandKey, EventPage, Outcome
+from greenroom.actors.wire import SUPERVISOR, Command, CommandKey, EventPage, Outcome, SessionReport, child_request
+from greenroom.runtime.agents import AgentPacket
 from greenroom.runtime.budget import used_by_tree
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.cancel import CancelToken
@@ -42,6 +44,9 @@ T = TypeVar("T")
 KEPT_CANCELS = 1024
 """Cancelled commands that are remembered until they arrive."""
 
+BEAT = 1.0
+"""Seconds between two beats of the run's loop."""
+
 KEPT_SESSIONS = 32
 """Sessions whose events can still be read here after their run."""
 
@@ -53,6 +58,7 @@ EVENT_WAIT = 1.0
 class _Accepted:
     """A command under way, with the token that stops it from its first moment on."""
 
+    command: Command
     token: CancelToken
     task: asyncio.Task[Outcome]
 
@@ -70,27 +76,45 @@ class SessionHost:
         self._drivers: OrderedDict[str, SessionDriver] = OrderedDict()
         self._runs: dict[CommandKey, _Accepted] = {}
         self._cancelled: OrderedDict[CommandKey, str] = OrderedDict()
+        self._beat = time.monotonic()
+        self._beating: asyncio.Task[None] | None = None
 
     # -- default group: the run's own loop
 
     async def run(self, command: Command) -> Outcome:
         """Carries out a command, or joins it when it is already running."""
-        self._loop = asyncio.get_running_loop()
+        self._begin()
         accepted = self._runs.get(command.key)
         if accepted is None:
             token = CancelToken()
             reason = self._cancelled.pop(command.key, command.cancelled)
             if reason is not None:
                 token.cancel(reason)
-            task = self._loop.create_task(self._carry_out(command, token))
-            accepted = self._runs[command.key] = _Accepted(token, task)
+            task = asyncio.get_running_loop().create_task(self._carry_out(command, token))
+            accepted = self._runs[command.key] = _Accepted(command, token, task)
             task.add_done_callback(lambda _: self._runs.pop(command.key, None))
         return await asyncio.shield(accepted.task)
 
     async def pid(self) -> int:
         """This process; asked once to see that it has started."""
-        self._loop = asyncio.get_running_loop()
+        self._begin()
         return os.getpid()
+
+    async def end(self) -> None:
+        """Closes what agents hold open here; the process is ended next."""
+        if self._host is not None:
+            await self._host.parts.close()
+
+    def _begin(self) -> None:
+        """Knows the run's loop from its first call on, and shows from then on that it turns."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._beating = self._loop.create_task(self._keep_beating())
+
+    async def _keep_beating(self) -> None:
+        while True:
+            self._beat = time.monotonic()
+            await asyncio.sleep(BEAT)
 
     # -- groups of their own
 
@@ -104,13 +128,17 @@ class SessionHost:
         """The session's events from a position on; waits a moment for the first."""
         return await self._on_loop(self._events(session_id, position))
 
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]  # Ray's own
+    async def report(self) -> SessionReport:
+        """What runs here, and whether the run's loop turns: this answers on a thread of its own."""
+        running = tuple(accepted.command for accepted in list(self._runs.values()))
+        return SessionReport(self._name, os.getpid(), running, time.monotonic() - self._beat)
+
     # -- on the run's loop
 
     async def _carry_out(self, command: Command, token: CancelToken) -> Outcome:
         try:
-            for path in command.paths:
-                if path not in sys.path and Path(path).is_dir():
-                    sys.path.append(path)
+            add_paths(command.paths)
             host = self._ensure_host()
             driver = self._driver(command.session_id)
             driver.agent = await host.shelf.get(command.agent) if command.agent is not None else None
@@ -177,6 +205,12 @@ class SessionHost:
                 del self._drivers[sid]
         return driver
 
+    async def _fetch_agent(self, digest: str, wait: bool) -> AgentPacket | None:  # noqa: FBT001  # as AgentShelf calls it
+        assert self._supervisor is not None, "an agent is fetched for a command"
+        packet, paths = await self._supervisor.get_agent(digest, wait)
+        add_paths(paths)
+        return packet
+
     def _ensure_host(self) -> Host:
         if self._host is None:
             self._supervisor = SupervisorClient.find(SUPERVISOR, self._namespace)
@@ -188,12 +222,19 @@ class SessionHost:
                 children=remote,
                 clock=SystemClock(),
                 ids=RandomIds(),
-                shelf=AgentShelf(storage, self._supervisor.get_agent),
+                shelf=AgentShelf(storage, self._fetch_agent),
                 owner=f"ray:{self._namespace}:{self._name}",
                 tasks=ToolTasks(RandomIds(), SystemClock(), outlive_runs=False),
                 budgets=remote,
             )
         return self._host
+
+
+def add_paths(paths: Iterable[str]) -> None:
+    """Makes a client's folders importable here, after all that is importable already."""
+    for path in paths:
+        if path not in sys.path and Path(path).is_dir():
+            sys.path.append(path)
 
 
 class _Remote:
@@ -214,15 +255,15 @@ class _Remote:
     def children_of(self, parent: Head, agent: AgentConfig | None, token: CancelToken | None = None) -> Children:
         return _RemoteChildren(parent, agent, self.host, self._supervisor, token)
 
-    async def reserve(self, session_id: str, used: int, wanted: int, limit: int) -> bool:
-        granted = await self._supervisor.reserve_tokens(session_id, used, wanted, limit)
-        if granted is None:
+    async def left(self, session_id: str, used: int, limit: int) -> bool:
+        left = await self._supervisor.tokens_left(session_id, used, limit)
+        if left is None:
             known = await used_by_tree(self.host.storage, root_of(session_id))
-            granted = await self._supervisor.reserve_tokens(session_id, used, wanted, limit, known)
-        return bool(granted)
+            left = await self._supervisor.tokens_left(session_id, used, limit, known)
+        return bool(left)
 
-    async def settle(self, session_id: str, used: int) -> None:
-        await self._supervisor.settle_tokens(session_id, used)
+    async def tell(self, session_id: str, used: int) -> None:
+        await self._supervisor.tell_tokens(session_id, used)
 
 
 class _RemoteChildren:
@@ -237,6 +278,7 @@ class _RemoteChildren:
         token: CancelToken | None,
     ) -> None:
         self._token = token
+        self._commands: dict[str, Command] = {}
         self._parent = parent
         self._agent = agent
         self._host = host
@@ -245,12 +287,15 @@ class _RemoteChildren:
     async def start(self, call_key: str, tool: str, task: str) -> str:
         assert self._agent is not None, "only an agent's own run starts its children"
         child = await create_child(self._host, self._parent, call_key, self._agent.child_agent(tool))
-        command = Command(_request_of(child), child, "child", text=task, timeout=time_left(self._token))
+        parent, left = self._parent.session_id, time_left(self._token)
+        command = self._commands[child] = Command(
+            child_request(child), child, "child", text=task, timeout=left, parent=parent
+        )
         await self._supervisor.start(command)
         return child
 
     async def wait(self, child_id: str) -> RunResult:
-        outcome = await self._supervisor.join((child_id, _request_of(child_id)))
+        outcome = await self._supervisor.carry_on(self._commands[child_id])
         if isinstance(outcome.error, RunFailed):
             return outcome.error.result
         result = outcome.unwrap()
@@ -272,11 +317,6 @@ def _not_yet(session_id: str, timeout: float | None) -> SessionBusy:
         session_id=session_id,
         hint="The cancellation goes on; ask again",
     )
-
-
-def _request_of(child_id: str) -> str:
-    """The one command that a child's first run is, however often its parent asks for it."""
-    return f"spawn:{child_id}"
 
 
 _remote: Any = ray.remote  # its overloads know no options

@@ -1,27 +1,48 @@
 """Supervisor: one per namespace; keeps the green room, places commands, cancels, and takes over from dead actors.
 
 Its memory is a cache and decides nothing that epochs do not decide again: two owners of one session are told apart by
-the store. A take-over follows only from an actor that is dead, never from one that is merely silent.
+the store. After its own death it asks the actors that live what they run, and the store what nobody runs any more. A
+take-over follows only from an actor that is dead, or whose run loop has shown no beat for long; never from one that is
+merely silent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from greenroom.actors.handles import SILENCE_PAUSE, ActorLost, ActorSilent, SessionActorClient
-from greenroom.actors.pool import SandboxPool, SessionPool, Slot
-from greenroom.actors.wire import Command, CommandKey, Hello, Outcome, PoolConfig, PoolStatus, SandboxInfo
+from greenroom.actors.handles import SILENCE_PAUSE, ActorLost, ActorSilent, SessionActorClient, ask
+from greenroom.actors.pool import SANDBOX_ACTOR, SESSION_ACTOR, SandboxPool, SessionPool, Slot
+from greenroom.actors.wire import (
+    Command,
+    CommandKey,
+    Hello,
+    Outcome,
+    PoolConfig,
+    PoolStatus,
+    SandboxInfo,
+    SandboxReport,
+    SessionReport,
+    UnknownCommand,
+    child_request,
+)
 from greenroom.runtime.budget import TokenLedger
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import ClusterError, PoolMismatch, RequestConflict, RunFailed, SessionBusy
 from greenroom.runtime.ids import root_of
+from greenroom.runtime.storage.head import Head
+from greenroom.runtime.storage.storage import Storage
+
+log = logging.getLogger("greenroom.pool")
 
 MAX_CONCURRENCY = 100_000
 """Calls that may wait here at once: every client that joins a run holds one."""
@@ -41,6 +62,33 @@ TERMINATE_WAIT = 5.0
 LOCATE_WAIT = 1.0
 """Seconds that a look for a command's actor waits for it to be placed."""
 
+LOOK_EVERY = 2.0
+"""Seconds between two looks at the actors that run something."""
+
+REPORT_TIMEOUT = 5.0
+"""Seconds that an actor gets to report; it does so on a thread of its own."""
+
+AGENT_WAIT = 15.0
+"""Seconds that clients get to bring their agents again after the Supervisor has lost its memory."""
+
+CLIENT_LOST = 30.0
+"""Seconds without a word after which a client counts as gone."""
+
+STOPPED = "pool stopped"
+"""The reason that sessions are parked with when their pool is stopped."""
+
+STOP_WAIT = 5.0
+"""Seconds that running sessions get to park when the pool is stopped."""
+
+KEPT_TOMBSTONES = 4096
+"""Cancelled sessions that are remembered, so that nothing below them begins any more."""
+
+ACTOR_BYTES = 150_000_000
+"""Memory that a session's process is expected to take, with what its sandbox runs."""
+
+MAX_SIZE = 64
+"""Sessions that a pool which chooses its own size lets live at once."""
+
 
 @dataclass(slots=True, eq=False)
 class _Run:
@@ -49,9 +97,13 @@ class _Run:
     command: Command
     outcome: asyncio.Future[Outcome]
     placed: asyncio.Event = field(default_factory=asyncio.Event)
-    actor: SessionActorClient | None = None
+    slot: Slot | None = None
     recoveries: int = 0
     joined: list[CommandKey] = field(default_factory=list)
+
+    @property
+    def actor(self) -> SessionActorClient | None:
+        return None if self.slot is None else self.slot.client
 
     @property
     def refused(self) -> bool:
@@ -66,9 +118,20 @@ class SupervisorHost:
     """The plain class behind the actor; all of its methods run on one event loop."""
 
     def __init__(self, namespace: str, hello: Hello, pool: PoolConfig) -> None:
+        self._namespace = namespace
         self._hello = hello
-        self._session_pool = SessionPool(namespace, uuid.uuid4().hex[:8], hello.store, pool.session_actors)
-        self._sandbox_pool = SandboxPool(namespace, uuid.uuid4().hex[:8], hello.store, pool.session_actors)
+        self._pool = pool
+        self._incarnation = uuid.uuid4().hex[:8]
+        size = pool.session_actors or default_size(ray.cluster_resources())
+        self._session_pool = SessionPool(namespace, self._incarnation, hello.store, size, pool)
+        self._sandbox_pool = SandboxPool(namespace, self._incarnation, hello.store, size)
+        self._rebuilding: asyncio.Task[None] | None = None
+        self._storage: Storage | None = None
+        self._paths: OrderedDict[str, None] = OrderedDict()
+        self._clients: dict[str, float] = {}
+        self._last_used = time.monotonic()
+        self._new_agents = asyncio.Condition()
+        self._tombstones: OrderedDict[str, str] = OrderedDict()
         self._agents: OrderedDict[str, bytes] = OrderedDict()
         self._runs: dict[CommandKey, _Run] = {}
         self._finished: deque[CommandKey] = deque()
@@ -79,34 +142,158 @@ class SupervisorHost:
 
     # -- handshake and agents
 
-    async def hello(self, hello: Hello) -> Outcome:
-        if hello != self._hello:
+    async def hello(self, hello: Hello, pool: PoolConfig | None) -> str | Outcome:
+        """This Supervisor's incarnation, or what does not fit."""
+        differs = hello.difference(self._hello)
+        if not differs and pool is not None and pool != self._pool:
+            differs = f"pool {pool} here, {self._pool} there"
+        if differs:
             return Outcome(
                 error=PoolMismatch(
-                    f"this namespace serves {self._hello}, the client wants {hello}",
-                    hint="Connect with another namespace, or stop the pool that is there",
+                    f"the pool in namespace {self._namespace!r} is another one: {differs}",
+                    hint="Connect with another namespace, or end the pool that is there with `greenroom pool stop`",
                 )
             )
+        await self._known()
         self._session_pool.fill()
         self._sandbox_pool.fill()
-        return Outcome()
+        return self._incarnation
 
-    async def put_agent(self, digests: list[str], packet: bytes) -> None:
+    async def here(self, client: str, leaving: bool) -> str:  # noqa: FBT001  # a message
+        """A client tells that it is there."""
+        self._clients[client] = time.monotonic()
+        if leaving:
+            del self._clients[client]
+        self._last_used = time.monotonic()
+        return self._incarnation
+
+    async def put_agent(self, digests: list[str], packet: bytes, paths: tuple[str, ...]) -> None:
         for digest in digests:
             self._agents[digest] = packet
             self._agents.move_to_end(digest)
         while len(self._agents) > KEPT_AGENTS:
             self._agents.popitem(last=False)
+        self._paths.update(dict.fromkeys(paths))
+        async with self._new_agents:
+            self._new_agents.notify_all()
 
-    async def get_agent(self, digest: str) -> bytes | None:
+    async def get_agent(self, digest: str, wait: bool) -> tuple[bytes | None, tuple[str, ...]]:  # noqa: FBT001  # a message
+        """The agent's packet, and where clients import from; `wait`: for a client that may bring it again."""
+        if wait and digest not in self._agents:
+            async with self._new_agents:
+                try:
+                    async with asyncio.timeout(AGENT_WAIT):
+                        await self._new_agents.wait_for(lambda: digest in self._agents)
+                except TimeoutError:
+                    pass
         if digest in self._agents:
             self._agents.move_to_end(digest)
-        return self._agents.get(digest)
+        return self._agents.get(digest), tuple(self._paths)
+
+    # -- after a death: what the actors run, and what nobody runs any more
+
+    async def _known(self) -> None:
+        """Waits until everything that a Supervisor before this one knew is known again, as far as actors can tell."""
+        if self._rebuilding is None:
+            self._rebuilding = asyncio.get_running_loop().create_task(self._rebuild())
+        await asyncio.shield(self._rebuilding)
+
+    async def _rebuild(self) -> None:
+        names = await asyncio.to_thread(_actors_of, self._namespace)
+        await asyncio.gather(*(self._take_in(name) for name in names))
+        self._spawn(self._recover_orphans())
+        self._spawn(self._look_after())
+
+    async def _take_in(self, name: str) -> None:
+        """An actor that another Supervisor has started; one that says nothing for long is taken for stuck."""
+        try:
+            handle: Any = await asyncio.to_thread(ray.get_actor, name, self._namespace)
+        except ValueError:
+            return  # it has ended meanwhile
+        deadline = time.monotonic() + self._pool.stuck_after
+        while True:
+            try:
+                report = await ask(handle.report.remote(), REPORT_TIMEOUT)
+                break
+            except ActorSilent:
+                if time.monotonic() > deadline:
+                    ray.kill(handle)
+                    return
+            except ActorLost:
+                return
+        if isinstance(report, SandboxReport):
+            self._sandbox_pool.adopt(handle, report)
+            return
+        assert isinstance(report, SessionReport)
+        slot = self._session_pool.adopt(handle, busy=bool(report.running))
+        for command in report.running:
+            run = _Run(command, asyncio.get_running_loop().create_future())
+            self._runs[command.key] = run
+            self._place(run, slot)
+
+    async def _recover_orphans(self) -> None:
+        """Goes on with what an actor of this namespace owned that is not there any more."""
+        if self._storage is None:
+            self._storage = Storage.open(self._hello.store)
+        while True:
+            try:
+                orphans = await self._orphans(self._storage)
+                break
+            except Exception as error:  # the store is away: it is asked until it answers
+                log.warning("cannot look for sessions that nobody runs: %s", error)
+                await asyncio.sleep(LOOK_EVERY)
+        for head in orphans:
+            command = _command_for(head, tuple(self._paths))
+            if command.session_id not in self._live and command.key not in self._runs:
+                log.warning("session %s goes on: its owner %s is gone", head.session_id, head.owner)
+                await self.start(command)
+
+    async def _orphans(self, storage: Storage) -> list[Head]:
+        found = []
+        for sid in await storage.active_ids():
+            read = await storage.checkpoints.read(sid) if sid not in self._live else None
+            kind, namespace, actor = f"{read[0].owner if read is not None else ''}::".split(":", 2)
+            if read is not None and (kind, namespace) == ("ray", self._namespace):
+                try:
+                    await asyncio.to_thread(ray.get_actor, actor.removesuffix("::"), self._namespace)
+                except ValueError:
+                    found.append(read[0])
+        return found
+
+    async def _look_after(self) -> None:
+        """Looks whether actors that run something still beat, and whether the pool is still wanted."""
+        while True:
+            await asyncio.sleep(min(LOOK_EVERY, self._pool.stuck_after / 4))
+            await asyncio.gather(*(self._look_at(run) for run in list(self._live.values())))
+            now = time.monotonic()
+            self._clients = {client: seen for client, seen in self._clients.items() if now - seen < CLIENT_LOST}
+            if self._clients or self._live or self._queue:
+                self._last_used = now
+            elif self._pool.idle_shutdown and now - self._last_used > self._pool.idle_shutdown:
+                log.info("no client and nothing to do for %g s: the pool ends", self._pool.idle_shutdown)
+                await self.stop()
+                ray.kill(ray.get_runtime_context().current_actor)
+
+    async def _look_at(self, run: _Run) -> None:
+        slot = run.slot
+        if slot is None:
+            return
+        asked = time.monotonic()
+        try:
+            report = await slot.client.report(REPORT_TIMEOUT)
+            slot.beat = max(slot.beat, asked - report.beat)
+        except ClusterError:
+            pass  # silent, or dead: whoever waits for its answer hears of its death
+        if time.monotonic() - slot.beat > self._pool.stuck_after:
+            log.warning("the actor of %s has not moved for %g s", run.command.session_id, self._pool.stuck_after)
+            slot.stuck.set()
 
     # -- commands
 
     async def start(self, command: Command) -> Outcome:
         """Takes a command on; the same one again changes nothing. Its error, if it is refused here."""
+        await self._known()
+        command = self._told_apart(command)
         known = self._runs.get(command.key)
         if known is not None and not known.refused:
             if known.command.same_content(command):
@@ -120,7 +307,7 @@ class SupervisorHost:
             )
         live = self._live.get(command.session_id)
         if command.verb == "resume" and live is not None:
-            self._runs[command.key] = _Run(command, live.outcome, live.placed, live.actor)  # it joins what is running
+            self._runs[command.key] = _Run(command, live.outcome, live.placed, live.slot)  # it joins what is running
             live.joined.append(command.key)
             return Outcome()
         run = _Run(command, asyncio.get_running_loop().create_future())
@@ -128,10 +315,19 @@ class SupervisorHost:
         self._enqueue(run)
         return Outcome()
 
+    def _told_apart(self, command: Command) -> Command:
+        """A child of what was cancelled is cancelled from the start; whoever goes on with a session clears it."""
+        if command.verb != "child":
+            self._tombstones.pop(command.session_id, None)
+            return command
+        reason = self._tombstones.get(command.session_id) or self._tombstones.get(command.parent or "")
+        return command if reason is None else replace(command, cancelled=reason)
+
     async def join(self, key: CommandKey) -> Outcome:
+        await self._known()
         run = self._runs.get(key)
         if run is None:
-            return Outcome(error=ClusterError(f"the pool knows no request {key[1]!r}", hint="Start it again"))
+            return Outcome(error=UnknownCommand(f"the pool knows no request {key[1]!r}", hint="Start it again"))
         return await asyncio.shield(run.outcome)
 
     async def locate(self, key: CommandKey) -> Any:
@@ -155,6 +351,11 @@ class SupervisorHost:
 
     async def cancel(self, session_id: str, reason: str, timeout: float | None) -> Outcome | None:
         """Cancels what the session runs or waits to run; None when it has nothing here."""
+        await self._known()
+        self._tombstones[session_id] = reason or "cancelled"
+        self._tombstones.move_to_end(session_id)
+        while len(self._tombstones) > KEPT_TOMBSTONES:
+            self._tombstones.popitem(last=False)
         waiting = [run for run in self._queue if run.command.session_id == session_id]
         for run in waiting:
             run.command = replace(run.command, cancelled=reason)
@@ -194,9 +395,11 @@ class SupervisorHost:
     # -- sandboxes
 
     async def sandbox_for(self, root: str, spec: SandboxSpec) -> SandboxInfo:
+        await self._known()
         return await self._sandbox_pool.get(root, spec, self._live_roots())
 
     async def find_sandbox(self, root: str) -> SandboxInfo | None:
+        await self._known()
         return self._sandbox_pool.find(root)
 
     async def close_sandbox(self, root: str) -> None:
@@ -204,31 +407,41 @@ class SupervisorHost:
 
     # -- token budgets
 
-    async def reserve_tokens(
-        self, session_id: str, used: int, wanted: int, limit: int, known: Mapping[str, int] | None
-    ) -> bool | None:
-        return self._ledger.reserve(session_id, used, wanted, limit, known)
+    async def tokens_left(self, session_id: str, used: int, limit: int, known: Mapping[str, int] | None) -> bool | None:
+        return self._ledger.left(session_id, used, limit, known)
 
-    async def settle_tokens(self, session_id: str, used: int) -> None:
-        self._ledger.settle(session_id, used)
+    async def tell_tokens(self, session_id: str, used: int) -> None:
+        self._ledger.tell(session_id, used)
 
     # -- the pool
 
     async def status(self) -> PoolStatus:
-        pids = await asyncio.gather(*(slot.client.pid() for slot in self._session_pool.slots), return_exceptions=True)
+        await self._known()
+        asked = [slot.client.report(REPORT_TIMEOUT) for slot in self._session_pool.slots]
+        asked += [ask(actor.report.remote(), REPORT_TIMEOUT) for actor in self._sandbox_pool.started]
+        reports = await asyncio.gather(*asked, return_exceptions=True)
         return PoolStatus(
+            size=self._session_pool.size,
             session_actors=len(self._session_pool.slots),
+            idle=self._session_pool.idle,
             sandbox_actors=self._sandbox_pool.size,
             busy=tuple(self._live),
-            queued=len(self._queue),
-            pids=tuple(pid for pid in pids if isinstance(pid, int)),
+            queued=tuple(run.command.session_id for run in self._queue),
+            clients=len(self._clients),
+            supervisor_pid=os.getpid(),
+            pids=tuple(report.pid for report in reports if isinstance(report, SessionReport | SandboxReport)),
         )
 
     async def stop(self) -> None:
-        """Ends every actor of the pool."""
-        for task in self._tasks:
+        """Ends every actor of the pool; what runs is parked, if it does that in time."""
+        await self._known()
+        running = [root for root in self._live if root_of(root) == root]
+        parking = [asyncio.ensure_future(self.cancel(sid, STOPPED, STOP_WAIT)) for sid in running]
+        if parking:
+            await asyncio.wait(parking, timeout=STOP_WAIT)
+        for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
-        self._session_pool.stop()
+        await self._session_pool.stop()
         await self._sandbox_pool.stop()
 
     # -- placement
@@ -249,19 +462,25 @@ class SupervisorHost:
             if slot is None:
                 return
             self._queue.remove(run)
-            self._live[run.command.session_id] = run
-            run.actor = slot.client
-            run.placed.set()
-            task = asyncio.get_running_loop().create_task(self._drive(run, slot))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._place(run, slot)
+
+    def _place(self, run: _Run, slot: Slot) -> None:
+        self._live[run.command.session_id] = run
+        run.slot = slot
+        run.placed.set()
+        self._spawn(self._drive(run, slot))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _drive(self, run: _Run, slot: Slot) -> None:
         outcome: Outcome | None = None
         try:
             while outcome is None:
                 try:
-                    outcome = await slot.client.run(run.command)
+                    outcome = await _outcome_of(slot, run.command)
                 except ActorSilent:
                     await asyncio.sleep(SILENCE_PAUSE)  # it joins the run when it answers again
             self._session_pool.give_back(slot)
@@ -282,6 +501,7 @@ class SupervisorHost:
         if outcome is None:
             run.command = replace(run.command, recover=True)
             run.placed.clear()
+            run.slot = None
             self._enqueue(run)
         else:
             run.outcome.set_result(outcome)
@@ -299,6 +519,43 @@ class SupervisorHost:
 
     def _live_roots(self) -> frozenset[str]:
         return frozenset(root_of(sid) for sid in self._live)
+
+
+async def _outcome_of(slot: Slot, command: Command) -> Outcome:
+    """How the command ends on this actor; raises ActorLost when it is dead or stuck."""
+    call = asyncio.ensure_future(slot.client.run(command))
+    stuck = asyncio.ensure_future(slot.stuck.wait())
+    try:
+        await asyncio.wait([call, stuck], return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            raise ActorLost("the actor's run loop has stopped")
+        return call.result()
+    finally:
+        stuck.cancel()
+        call.cancel()
+
+
+def _command_for(head: Head, paths: tuple[str, ...]) -> Command:
+    """What goes on with a session whose owner is gone, under the name that whoever waits for it knows."""
+    sid = head.session_id
+    if head.parent is not None:
+        request = child_request(sid)
+        return Command(request, sid, "child", recover=True, rebuilt=True, parent=head.parent, paths=paths)
+    request = head.claim.request_id if head.claim is not None else f"recover:{head.epoch}"
+    return Command(request, sid, "resume", recover=True, rebuilt=True, paths=paths)
+
+
+def _actors_of(namespace: str) -> list[str]:
+    """Names of the pool's actors that live."""
+    named: Any = ray.util.list_named_actors(all_namespaces=True)  # dicts, then
+    mine = [str(entry["name"]) for entry in named if entry["namespace"] == namespace]
+    return [name for name in mine if name.startswith((SESSION_ACTOR, SANDBOX_ACTOR))]
+
+
+def default_size(resources: Mapping[str, float]) -> int:
+    """Sessions that a cluster with these resources lets live at once: four a CPU, and half its memory."""
+    by_memory = int(resources.get("memory", 0) / 2 / ACTOR_BYTES) or MAX_SIZE
+    return max(2, min(MAX_SIZE, 4 * int(resources.get("CPU", 1)), by_memory))
 
 
 _remote: Any = ray.remote  # its overloads know no options

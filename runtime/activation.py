@@ -132,6 +132,8 @@ class Activation:
             result = result_of(record.head)
         except Exception as error:  # a store or a sandbox that is lost; the session goes on from what is durable
             children.abandon()
+            if isinstance(error, Fenced) or not host.tasks.outlive_runs:
+                await host.tasks.end_all_of(self.session_id)
             failed = _broken_off(record.head, error)
             emitter.emit("run_finished", result=failed.result)
             emitter.close()

@@ -179,7 +179,7 @@ class _Packer:
             config: Any = part.model_dump(mode="json")
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
             config = {item.name: getattr(part, item.name) for item in dataclasses.fields(part) if item.init}
-        elif not getattr(part, "__dict__", None) and not hasattr(type(part), "__slots__"):
+        elif _holds_nothing(part):
             config = {}
         else:
             return None
@@ -286,6 +286,13 @@ class _Unpacker:
                 hint="Open the session with agent=... from that script, or define the part in an importable module",
             )
         return self._packet.locals[name]
+
+
+def _holds_nothing(part: object) -> bool:
+    """Whether calling its class without arguments makes the same again: a plain class, nothing in its instance."""
+    kind = type(part)
+    plain = kind.__init__ is object.__init__ and kind.__new__ is object.__new__
+    return plain and not getattr(part, "__dict__", None) and not any("__slots__" in vars(base) for base in kind.__mro__)
 
 
 def _is_plain(value: Any) -> bool:

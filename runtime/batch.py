@@ -144,7 +144,7 @@ class BatchRun:
             for call in marked:
                 emitter.emit("tool_started", call_key=call.key, name=call.name)
                 tool = self._toolbox.find(call.name)
-                running.start(call.key, self._run_call(call, tool), self._outer_limit(tool))
+                running.start(call.key, self._run_call(call, tool, running), self._outer_limit(tool))
             if not await running.join():
                 return await self._cancelled(running)
             return self._take_outcomes(running)
@@ -153,7 +153,7 @@ class BatchRun:
 
     async def _mark(self, call: CallRecord) -> CallRecord:
         """Notes that the call may begin from now on, and where; registers a child before it is created."""
-        in_sandbox = call.runs_in == "sandbox" and self._record.head.sandbox is not None
+        in_sandbox = call.runs_in == "sandbox" and self._record.head.sandbox is not None and not self._is_task(call)
         place = (await self._open_sandbox()).incarnation if in_sandbox else InProcess
         marked = call.but(started=Mark.trusted(place=place, epoch=self._record.head.epoch))
         self._put(marked)
@@ -173,10 +173,11 @@ class BatchRun:
                 end = end or Asked(key)
             elif isinstance(made, HookFailed):
                 end = Broke(made.failure)
-                self._put(call.but(outcome=Outcome.error(RESULT_WITHHELD.format(reason=made))))
+                withheld = RESULT_WITHHELD.format(name=made.name)
+                self._put(call.but(outcome=Outcome.error(withheld), answered=None))
                 self._ports.emitter.emit("tool_finished", call_key=key, is_error=True)
             else:
-                self._put(call.but(outcome=made))
+                self._put(call.but(outcome=made, answered=None))
                 self._ports.emitter.emit("tool_finished", call_key=key, is_error=made.is_error)
         return end
 
@@ -217,11 +218,12 @@ class BatchRun:
         in_sandbox = tool is not None and tool.spec.runs_in == "sandbox"
         return limit + SANDBOX_GRACE if limit is not None and in_sandbox else limit
 
-    async def _run_call(self, call: CallRecord, tool: Tool | None) -> CallEnd:
-        """What became of the call once the hooks after it have seen it."""
+    async def _run_call(self, call: CallRecord, tool: Tool | None, running: CallGroup[CallEnd]) -> CallEnd:
+        """What became of the call once the hooks after it have seen it; they are no part of its time limit."""
         made = call.answered or await self._made(call, tool)
         if isinstance(made, Interrupt) or not self._hooks.has("after_tool"):
             return made
+        running.lift_limit(call.key)
         try:
             seen = await self._hooks.after_tool(proposed(call), made.output)
         except HookFailed as failed:
@@ -247,7 +249,7 @@ class BatchRun:
             return Outcome.error(text[:MAX_ERROR_TEXT], counts=True)
 
     async def _run_tool(self, tool: Tool, call: CallRecord) -> Outcome | Interrupt:
-        if tool.builtin in ("check", "kill") and self._ports.tasks.owns(str(call.arguments["id"])):
+        if self._is_task(call):
             return await self._look_after(tool, call)
         if tool.spec.yield_after is not None and tool.spec.runs_in == "process":
             return await self._run_yielding(tool, call, tool.spec.yield_after)
@@ -282,14 +284,21 @@ class BatchRun:
             self._record.head = self._record.head.with_jobs({job: True})
         return made if isinstance(made, Interrupt) else Outcome.of(made)
 
+    def _is_task(self, call: CallRecord) -> bool:
+        """Whether the call looks after a job of this process, not of the sandbox."""
+        tool = self._toolbox.find(call.name)
+        looks = tool is not None and tool.builtin in ("check", "kill")
+        return looks and self._ports.tasks.owns(str(call.arguments.get("id", "")))
+
     async def _look_after(self, tool: Tool, call: CallRecord) -> Outcome:
         """`check` and `kill` of such a job."""
         tasks, id = self._ports.tasks, str(call.arguments["id"])
+        session = self._record.head.session_id
         try:
             if tool.builtin == "kill":
-                made, running = await tasks.kill(id, call.key)
+                made, running = await tasks.kill(session, id, call.key)
             else:
-                made, running = await tasks.check(id, call.key, call.arguments.get("wait_secs"))
+                made, running = await tasks.check(session, id, call.key, call.arguments.get("wait_secs"))
         except JobNotFound as error:
             made, running = ToolOutput.of_text(str(error), is_error=True), False
         self._record.head = self._record.head.with_jobs({id: running})

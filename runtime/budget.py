@@ -1,14 +1,14 @@
-"""Token budgets of session trees: what every session of a tree has used, and what its running model calls may yet use.
+"""Token budgets of session trees: what all sessions of a tree have used together.
 
 A ledger is a cache: each session tells its own sum whenever it asks, and a ledger that does not know a tree (because
-its process is new) is told by whoever asks what the heads in the store say.
+its process is new) is told by whoever asks what the heads in the store say. Calls that run when the budget is reached
+go on: the most that a tree uses beyond it is what its running calls take.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from greenroom.runtime.ids import root_of
 from greenroom.runtime.storage.storage import Storage
@@ -17,55 +17,45 @@ KEPT_TREES = 4096
 """Trees that a ledger remembers, the least recently used go first."""
 
 
-@dataclass(slots=True)
-class _Account:
-    used: int = 0
-    reserved: int = 0
-
-
 class TokenLedger:
     """Trees by root, their sessions by id; tokens are those of input and output together."""
 
     def __init__(self) -> None:
-        self._trees: OrderedDict[str, dict[str, _Account]] = OrderedDict()
+        self._trees: OrderedDict[str, dict[str, int]] = OrderedDict()
 
-    def reserve(
-        self, session_id: str, used: int, wanted: int, limit: int, known: Mapping[str, int] | None = None
-    ) -> bool | None:
-        """Whether the session may make a call of about `wanted` tokens; None: the ledger has to be told `known`.
+    def left(self, session_id: str, used: int, limit: int, known: Mapping[str, int] | None = None) -> bool | None:
+        """Whether the session's tree has used less than `limit`; None: the ledger has to be told `known`.
 
-        used: what the session has used so far; known: what every session of its tree has. The last call that is let
-        through may go beyond the limit: how much it takes shows only when it is over.
+        used: what the session has used so far; known: what every session of its tree has.
         """
         root = root_of(session_id)
         if root not in self._trees:
             if known is None:
                 return None
-            self._trees[root] = {sid: _Account(used=sum) for sid, sum in known.items()}
+            self._trees[root] = dict(known)
         self._trees.move_to_end(root)
         while len(self._trees) > KEPT_TREES:
             self._trees.popitem(last=False)
-        tree = self._trees[root]
-        tree[session_id] = _Account(used=used)
-        if sum(account.used + account.reserved for account in tree.values()) >= limit:
-            return False
-        tree[session_id].reserved = wanted
-        return True
+        self._trees[root][session_id] = used
+        return sum(self._trees[root].values()) < limit
 
-    def settle(self, session_id: str, used: int) -> None:
-        """The session's call is over, and its sum is this now."""
+    def tell(self, session_id: str, used: int) -> None:
+        """The session's sum is this now."""
         tree = self._trees.get(root_of(session_id))
         if tree is not None:
-            tree[session_id] = _Account(used=used)
+            tree[session_id] = used
 
 
 async def used_by_tree(storage: Storage, root: str) -> dict[str, int]:
     """What every session of the tree has used, by its head."""
-    used = {}
-    async for sid in storage.session_ids(root):
-        found = await storage.checkpoints.read(sid) if root_of(sid) == root else None
+    used: dict[str, int] = {}
+    missing = [root]
+    while missing:
+        sid = missing.pop()
+        found = await storage.checkpoints.read(sid)
         if found is not None:
             used[sid] = found[0].state.agent.usage.total
+            missing += found[0].children.values()
     return used
 
 
@@ -76,12 +66,12 @@ class LocalBudgets:
         self._storage = storage
         self._ledger = TokenLedger()
 
-    async def reserve(self, session_id: str, used: int, wanted: int, limit: int) -> bool:
-        granted = self._ledger.reserve(session_id, used, wanted, limit)
-        if granted is None:
+    async def left(self, session_id: str, used: int, limit: int) -> bool:
+        left = self._ledger.left(session_id, used, limit)
+        if left is None:
             known = await used_by_tree(self._storage, root_of(session_id))
-            granted = self._ledger.reserve(session_id, used, wanted, limit, known)
-        return bool(granted)
+            left = self._ledger.left(session_id, used, limit, known)
+        return bool(left)
 
-    async def settle(self, session_id: str, used: int) -> None:
-        self._ledger.settle(session_id, used)
+    async def tell(self, session_id: str, used: int) -> None:
+        self._ledger.tell(session_id, used)

@@ -61,6 +61,13 @@ class CallGroup(Generic[T]):
         if limit is not None:
             call.forget_alarm = self._clock.call_later(limit, partial(self._out_of_time, call))
 
+    def lift_limit(self, key: str) -> None:
+        """The call itself is over; what is done with its result has no time limit."""
+        call = self._calls[key]
+        if call.forget_alarm is not None and not call.out_of_time:
+            call.forget_alarm()
+            call.forget_alarm = None
+
     async def join(self) -> bool:
         """True when all calls are over, False when the run was cancelled before."""
         if self._left and not self._cancel.cancelled:

@@ -40,7 +40,7 @@ async def pass_gate(record: Record, agent: AgentConfig, toolbox: Toolbox, hooks:
 async def _hooked(call: CallRecord, toolbox: Toolbox, hooks: RunHooks, emitter: Emitter) -> CallRecord:
     """The call as the hooks would have it."""
     before = proposed(call)
-    decided = await hooks.before_tool(before)
+    decided = await hooks.before_tool(before, toolbox.effect)
     final = decided.call
     if decided.by:
         did = "answered" if decided.answer is not None else "changed"

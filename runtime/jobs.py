@@ -57,9 +57,13 @@ class Jobs:
     def running(self) -> bool:
         return any(_end_of(job.process) is None for job in self._jobs.values())
 
+    @property
+    def has_room(self) -> bool:
+        return sum(_end_of(job.process) is None for job in self._jobs.values()) < MAX_JOBS
+
     def check_room(self) -> None:
         """Raises SandboxError when no further job may run."""
-        if sum(_end_of(job.process) is None for job in self._jobs.values()) >= MAX_JOBS:
+        if not self.has_room:
             raise SandboxError(f"{MAX_JOBS} background jobs are running", hint="End one with kill, or wait for one")
 
     def add(self, session_id: str, process: Process, key: str) -> JobState:

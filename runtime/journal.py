@@ -32,7 +32,7 @@ DENIED = "Denied: it was not approved. It did not run."
 NOT_RUN_SANDBOX_LOST = "The sandbox was lost before this call had started. It did not run."
 NOT_RUN_RUN_FAILED = "Not run, or its result is lost: the run ended first. Reason: {reason}"
 
-RESULT_WITHHELD = "This call has run, or may have; its result could not be passed on. Reason: {reason}"
+RESULT_WITHHELD = "This call has run, or may have; its result could not be passed on: middleware {name!r} failed."
 
 WORKSPACE_RESTORED = (
     "The sandbox was lost, and the workspace was put back to its last snapshot. What these calls had changed in it is "

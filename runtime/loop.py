@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from greenroom.runtime.batch import BatchRun, end_jobs, open_batch
+from greenroom.runtime.batch import BatchRun, end_batch, end_jobs, open_batch
 from greenroom.runtime.calls import ModelRequest
-from greenroom.runtime.compaction import checked_summary, estimate, safe_cut, shown
+from greenroom.runtime.compaction import checked_summary, safe_cut, shown
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.cutting import cut_off_by
 from greenroom.runtime.errors import ClusterError, SandboxError
@@ -57,7 +57,6 @@ class Loop:
         self._ports = ports
         self._toolbox = Toolbox(agent)
         self._hooks = RunHooks(agent.chain, record.head.session_id, lambda: record.head.state)
-        self._reserved = False  # tokens of the tree's budget, for the call under way
         self._fallback = 0  # the provider that was last called
         self._compact_from = 0  # messages from which on a compaction is tried
         self._sandbox: TreeSandbox | None = None  # the one that the last batch used
@@ -88,7 +87,11 @@ class Loop:
                 event = Broke(failed.failure)
         if cut.happened:
             event = await self._cancel_seen()
-        return effects if event is None else advance(self._record, event, self._agent.limits)
+        if event is None:
+            return effects
+        ports = self._ports  # a run that was taken over may have calls, and children, under way
+        await end_batch(self._record, ports.sandboxes, ports.children, ports.cancel.reason or "the run failed")
+        return advance(self._record, event, self._agent.limits)
 
     async def _leave(self) -> None:
         """The hooks after a run. One that fails makes the run a failed one, unless it was cancelled or had failed."""
@@ -120,8 +123,8 @@ class Loop:
         except HookFailed as failed:
             event = Broke(failed.failure)
         effects = advance(self._record, event, self._agent.limits)
-        if self._reserved:
-            await self._settle_tokens()
+        if self._record.head.budget is not None:
+            await self._tell_usage()
         if isinstance(effects[0], RunBatch | Stop):
             return effects  # a batch saves itself with its first marks, a stop with its result
         if self._agent.durability == "step":
@@ -157,6 +160,9 @@ class Loop:
 
     async def _call_model(self) -> Event:
         ports = self._ports
+        spent = await self._spent()
+        if spent is not None:
+            return Broke(Failure(kind=FailureKind.budget, message=spent, retryable=False))
         if self._agent.compactor is not None:
             await self._compact(self._agent.compactor)
         if ports.cancel.cancelled:
@@ -171,9 +177,6 @@ class Loop:
             temperature=self._agent.temperature,
             max_tokens=self._agent.max_tokens,
         )
-        spent = await self._reserve_tokens(request)
-        if spent is not None:
-            return Broke(Failure(kind=FailureKind.budget, message=spent, retryable=False))
         providers, chosen = self._agent.providers, self._chosen
         if chosen and chosen != self._fallback:
             ports.emitter.emit("notice", kind="fallback", provider=chosen)
@@ -196,21 +199,23 @@ class Loop:
             case message:
                 return self._model_replied(message)
 
-    async def _reserve_tokens(self, request: ModelRequest) -> str | None:
-        """Why there is no budget for this call; None when there is, or none is needed."""
+    async def _spent(self) -> str | None:
+        """Why no model may be called any more; None while there are tokens left, or no budget."""
         head, own = self._record.head, self._agent.limits.max_tokens_total
         used = head.state.agent.usage.total
         if head.parent is not None and own is not None and used >= own:
             return f"this session has used {used} tokens of {own} (max_tokens_total)"
         if head.budget is None:
             return None
-        wanted = estimate(request.messages) + (request.max_tokens or 0)
-        self._reserved = await self._ports.budgets.reserve(head.session_id, used, wanted, head.budget)
-        return None if self._reserved else f"the tree's {head.budget} tokens are used up (max_tokens_total of its root)"
+        left = True
+        async with cut_off_by(self._ports.cancel):
+            left = await self._ports.budgets.left(head.session_id, used, head.budget)
+        return None if left else f"the tree's {head.budget} tokens are used up (max_tokens_total of its root)"
 
-    async def _settle_tokens(self) -> None:
-        agent, self._reserved = self._record.head.state.agent, False
-        await self._ports.budgets.settle(agent.session_id, agent.usage.total)
+    async def _tell_usage(self) -> None:
+        agent = self._record.head.state.agent
+        with contextlib.suppress(ClusterError):  # it is told again before the next call
+            await self._ports.budgets.tell(agent.session_id, agent.usage.total)
 
     @property
     def _chosen(self) -> int:

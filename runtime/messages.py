@@ -226,7 +226,7 @@ def storable(message: Message) -> Message:
     try:
         _ = message.encoded
     except PydanticSerializationError:
-        return Message.model_validate(_cleaned(message.model_dump()))
+        return Message.model_validate(cleaned(message.model_dump()))
     return message
 
 
@@ -235,12 +235,13 @@ def clean(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _cleaned(value: Any) -> Any:
+def cleaned(value: Any) -> Any:
+    """Plain data whose texts hold no lone surrogates."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):
-        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
-    return [_cleaned(item) for item in value] if isinstance(value, list | tuple) else value
+        return {cleaned(key): cleaned(item) for key, item in value.items()}
+    return [cleaned(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from greenroom.runtime.calls import ModelRequest, ProposedCall, ToolOutput, compact_json
+from greenroom.runtime.calls import Effect, ModelRequest, ProposedCall, ToolOutput, compact_json
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.history import HistoryError, strict_history
@@ -22,9 +24,13 @@ from greenroom.runtime.messages import Delta, Message, MessageDelta, TextDelta, 
 from greenroom.runtime.ports import HookContext, LlmProvider, Middleware
 from greenroom.runtime.results import Failure, FailureKind, RunResult
 from greenroom.runtime.state import State
+from greenroom.runtime.tools.output import to_output
 
 POINTS = ("before_run", "after_run", "before_model", "after_model", "before_tool", "after_tool")
 """The hooks that a run calls; `close` is called by whoever holds the agent."""
+
+CLOSE_TIME = 3.0
+"""Seconds that one `close` may take."""
 
 HOOK_GRACE = 5.0
 """Seconds a cancelled hook gets to clean up before the run goes on without it."""
@@ -36,7 +42,7 @@ class HookFailed(Exception):
     """A hook raised, or gave what cannot be used. `executed`: whether a tool had run, or may have, by then."""
 
     def __init__(self, name: str, point: str, problem: str, *, executed: bool | None = None) -> None:
-        super().__init__(f"middleware {name!r}, {point}: {problem}")
+        super().__init__(clean(f"middleware {name!r}, {point}: {problem}"))
         self.name, self.point, self.executed = name, point, executed
 
     @property
@@ -55,7 +61,7 @@ class _Hook:
 
     async def __call__(self, *args: Any) -> Any:
         """What the hook gives. It runs in a task of its own: cancelling the caller ends the wait, whatever it does."""
-        task = asyncio.get_running_loop().create_task(self.function(*args))
+        task = asyncio.get_running_loop().create_task(self._run(args))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -66,13 +72,21 @@ class _Hook:
             await asyncio.wait([task], timeout=HOOK_GRACE)
             _ = task.done() and (task.cancelled() or task.exception())  # looked at: nobody waits for it any more
             raise
-        except HookFailed:
-            raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            raise self.failed(f"{type(error).__name__}: {error}") from error
+
+    async def _run(self, args: tuple[Any, ...]) -> Any:
+        try:
+            return await self.function(*args)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a hook ends its run, not the process
+            raise self.failed(f"{type(error).__name__} {_place_of(error)}") from error
 
     def failed(self, problem: str) -> HookFailed:
-        return HookFailed(self.name, self.point, problem)
+        return HookFailed(self.name, self.point, problem, executed=False if self.point == "before_tool" else None)
+
+
+def _place_of(error: BaseException) -> str:
+    """Where it was raised; its text may hold what the hook was to take out."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"in {Path(last.filename).name}, line {last.lineno}"
 
 
 class Chain:
@@ -131,13 +145,14 @@ def name_of(part: Any) -> str:
 
 
 async def close_all(parts: Sequence[Any]) -> None:
-    """Closes them, the last one first, each whatever became of the others."""
+    """Closes them, the last one first, each whatever became of the others; one that takes too long is left behind."""
     for part in reversed(parts):
         if has_hook(part, "close"):
-            try:
-                await part.close()
-            except Exception:  # one that cannot be closed must not keep the next one open
-                continue
+            closing = asyncio.ensure_future(_Hook(0, name_of(part), "close", part.close)._run(()))
+            await asyncio.wait([closing], timeout=CLOSE_TIME)
+            if not closing.done():
+                closing.cancel()
+            _ = closing.done() and (closing.cancelled() or closing.exception())
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,22 +218,24 @@ class RunHooks:
                     strict_history(given.messages)
                 except HistoryError as error:
                     raise hook.failed(f"no provider takes this history: {error}") from None
+                except Exception as error:
+                    raise hook.failed(f"its messages are none: {type(error).__name__}") from error
             request = replace(given, session_id=request.session_id, call_no=request.call_no)
         return request
 
     async def after_model(self, message: Message) -> Message:
         for hook in self._chain.hooks["after_model"]:
-            given = _of_type(hook, await hook(self._context(), message), Message)
+            given = _of_type(hook, await hook(self._context(), message.model_copy(deep=True)), Message)
             if given is None or given is message:
                 continue
             ids = [call.id for call in given.tool_calls]
             if given.role != "assistant" or len(set(ids)) != len(ids) or not all(ids):
                 raise hook.failed("a reply is an assistant's message whose calls have ids of their own")
-            message = given.but(usage=message.usage)
+            message = given.model_copy(update={"usage": message.usage}, deep=True)  # the hook may keep its own
         return message
 
-    async def before_tool(self, call: ProposedCall) -> Decided:
-        """The final call; the first answer in its place ends the round."""
+    async def before_tool(self, call: ProposedCall, effect_of: Callable[[str], Effect]) -> Decided:
+        """The final call; the first answer in its place ends the round. effect_of: of a tool, by its name."""
         by: list[str] = []
         for hook in self._chain.hooks["before_tool"]:
             given = await hook(self._context(), replace(call, arguments=deepcopy(call.arguments)))
@@ -229,7 +246,8 @@ class RunHooks:
                 return Decided(call, _output(hook, given), tuple(by))
             if not (isinstance(given.tool, str) and isinstance(given.arguments, dict) and _is_json(given.arguments)):
                 raise hook.failed("a call is a tool's name and a dict of arguments that has a JSON form")
-            call = replace(call, tool=given.tool, arguments=given.arguments)
+            arguments = deepcopy(given.arguments)  # the hook may keep its own
+            call = replace(call, tool=given.tool, arguments=arguments, effect=effect_of(given.tool))
         return Decided(call, None, tuple(by))
 
     async def after_tool(self, call: ProposedCall, output: ToolOutput) -> ToolOutput:
@@ -241,7 +259,7 @@ class RunHooks:
 
 def _is_json(value: dict[str, Any]) -> bool:
     try:
-        compact_json(value)
+        compact_json(value).encode()
     except (TypeError, ValueError, RecursionError):
         return False
     return True
@@ -254,10 +272,8 @@ def _of_type(hook: _Hook, given: Any, kind: type[T]) -> T | None:
 
 
 def _output(hook: _Hook, given: Any) -> ToolOutput:
-    if isinstance(given, str):
-        return ToolOutput.of_text(clean(given))
-    if isinstance(given, ToolOutput):
-        return given
+    if isinstance(given, str | ToolOutput):
+        return to_output(given)
     raise hook.failed(f"it gave a {type(given).__name__}; give a ToolOutput or a text, or None to change nothing")
 
 
@@ -271,12 +287,15 @@ class _HookedProvider:
 
     async def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
         request = await self._hooks.before_model(request)
+        whole: Message | None = None
         async with aclosing(self._provider.stream(request, cancel)) as deltas:  # type: ignore[type-var]  # streams are generators
             async for delta in deltas:
                 if isinstance(delta, MessageDelta):
-                    message = await self._hooks.after_model(delta.message)
-                    if self._holds_text and message.text:
-                        yield TextDelta(text=message.text)
-                    yield MessageDelta(message=message)
+                    whole = delta.message
                 elif not self._holds_text:
                     yield delta
+        if whole is not None:  # the call is over: a hook holds no connection while it works
+            message = await self._hooks.after_model(whole)
+            if self._holds_text and message.text:
+                yield TextDelta(text=message.text)
+            yield MessageDelta(message=message)

@@ -337,12 +337,12 @@ class ChildHost(Protocol):
 class Budgets(Protocol):
     """Token budgets of whole session trees."""
 
-    async def reserve(self, session_id: str, used: int, wanted: int, limit: int) -> bool:
-        """Whether the session, which has used so many tokens, may make a call of about `wanted`; see TokenLedger."""
+    async def left(self, session_id: str, used: int, limit: int) -> bool:
+        """Whether its tree has used less than `limit` tokens; `used`: those of the session itself so far."""
         ...
 
-    async def settle(self, session_id: str, used: int) -> None:
-        """The call is over, and the session has used so many tokens now."""
+    async def tell(self, session_id: str, used: int) -> None:
+        """The session has used so many tokens now."""
         ...
 
 

@@ -187,6 +187,7 @@ def _estimate(head: Head, inline_bytes: int) -> int:
     if head.batch is not None:
         for call in head.batch.calls:
             rough += 1600 + len(call.call_id) + len(call.name) + (call.size if call.arguments_blob is None else 0)
+        rough += sum(len(call.answered.model_dump_json()) for call in head.batch.calls if call.answered is not None)
         rough += sum(len(call.question.model_dump_json()) for call in head.batch.calls if call.question is not None)
     return rough if rough <= HEAD_BYTES // 2 else len(head.encode())
 

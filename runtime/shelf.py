@@ -14,11 +14,14 @@ KEPT_AGENTS = 256
 """Agents a process keeps as objects, the least recently used go first."""
 
 
-Fetch = Callable[[str], Awaitable[AgentPacket | None]]
+Fetch = Callable[[str, bool], Awaitable[AgentPacket | None]]
 
 
 class AgentShelf:
-    """`fetch`: asks whoever keeps packets with local parts, before the store is asked."""
+    """`fetch`: asks whoever keeps packets with local parts, before the store is asked.
+
+    Its second argument: whether to wait a while for one that is not there, when the store's alone does not do.
+    """
 
     def __init__(self, storage: Storage, fetch: Fetch | None = None) -> None:
         self._storage = storage
@@ -45,8 +48,14 @@ class AgentShelf:
         """Raises AgentUnavailable when neither this process nor the store has it, or parts of it."""
         found = self._agents.get(digest)
         if found is None:
-            packet = await self._fetch(digest) if self._fetch is not None else None
-            found = unpack(packet or await self._stored(digest))
+            packet = await self._fetch(digest, False) if self._fetch is not None else None
+            try:
+                found = unpack(packet or await self._stored(digest))
+            except AgentUnavailable:
+                packet = await self._fetch(digest, True) if self._fetch is not None else None
+                if packet is None:
+                    raise
+                found = unpack(packet)
             self.keep(digest, found)
         return found
 

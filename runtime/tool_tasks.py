@@ -7,11 +7,14 @@ outlives the process: an id of an earlier one is unknown.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import OrderedDict
 from collections.abc import Awaitable
 from typing import Any
 
 from greenroom.runtime.calls import ExecResult, Interrupt, JobState, ToolOutput
 from greenroom.runtime.cancel import CancelToken
+from greenroom.runtime.errors import JobNotFound
 from greenroom.runtime.jobs import Jobs
 from greenroom.runtime.messages import TextBlock, clean
 from greenroom.runtime.ports import Clock, IdSource, Progress
@@ -26,6 +29,9 @@ KILL_GRACE = 5.0
 """Seconds that a killed task gets to clean up before it is left behind."""
 
 STILL_THERE = "\n[it was told to stop and has not ended yet; what it gives is dropped]"
+
+KEPT_SESSIONS = 1024
+"""Sessions whose jobs are kept, beyond those that run something."""
 
 Made = ToolOutput | Interrupt
 
@@ -106,7 +112,8 @@ class ToolTask:
         return ExecResult(status="exited", exit_code=None)
 
     async def kill(self) -> None:
-        self.cancel.cancel("killed")
+        with contextlib.suppress(Exception):  # a tool's own callback may raise; its task is ended all the same
+            self.cancel.cancel("killed")
         if self._task is not None and not self._task.done():
             if not self._blocking:
                 self._task.cancel()
@@ -117,7 +124,7 @@ class ToolTask:
 
     def result(self) -> ToolOutput | None:
         """What the tool gave, or why it gave nothing; None while it runs or if it was killed."""
-        if self._task is None or not self._task.done() or self._task.cancelled():
+        if self._left_behind or self._task is None or not self._task.done() or self._task.cancelled():
             return None
         error = self._task.exception()
         if error is not None:
@@ -129,18 +136,20 @@ class ToolTask:
 
 
 class ToolTasks:
-    """Of one process, which is told by a mark in every id. outlive_runs: whether they go on after their run."""
+    """Of one process, which is told by a mark in every id. Each session sees its own alone.
+
+    outlive_runs: whether they go on after their run.
+    """
 
     def __init__(self, ids: IdSource, clock: Clock, *, outlive_runs: bool) -> None:
-        mark = ids.new_id()[:8]
         self.outlive_runs = outlive_runs
         self._clock = clock
-        self._prefix = f"job-{MARK}-{mark}-"
-        self._jobs = Jobs(f"{MARK}-{mark}")
+        self._mark = f"{MARK}-{ids.new_id()[:8]}"
+        self._sessions: OrderedDict[str, Jobs] = OrderedDict()
+        self._count = 0
 
     def new(self, heard: Progress) -> ToolTask:
-        """heard: what watches the tool's progress. Raises SandboxError when there are too many jobs."""
-        self._jobs.check_room()
+        """heard: what watches the tool's progress."""
         return ToolTask(self._clock, heard)
 
     async def run(
@@ -148,17 +157,21 @@ class ToolTasks:
     ) -> tuple[Made, str | None]:
         """What the tool gives within `window` seconds, or that it goes on, and the id of the job that it then is.
 
-        Raises what the tool raises. Cancelled meanwhile, it ends the tool first.
+        A session with too many jobs waits for the end of this one. Raises what the tool raises. Cancelled meanwhile,
+        it ends the tool first.
         """
         running = task.begin(work, blocking=blocking)
         try:
             over = await task.wait(window)
+            jobs = self._of(session_id)
+            if not over and not jobs.has_room:
+                over = await task.wait()
         except asyncio.CancelledError:
             await task.kill()
             raise
         if over:
             return running.result(), None
-        state = self._jobs.add(session_id, task, key)
+        state = jobs.add(session_id, task, key)
         return job_output(state), state.id
 
     def owns(self, id: str) -> bool:
@@ -166,39 +179,67 @@ class ToolTasks:
         return id.startswith(f"job-{MARK}-")
 
     def lost(self, ids: tuple[str, ...]) -> dict[str, bool]:
-        """Those of the ids that were tasks of an earlier process, each with False: none of them runs."""
-        return {id: False for id in ids if self.owns(id) and not id.startswith(self._prefix)}
+        """Those of the ids that were tasks of another process, each with False: this one cannot look after them."""
+        return {id: False for id in ids if self._elsewhere(id)}
 
-    async def check(self, id: str, key: str, wait: float | None) -> tuple[ToolOutput, bool]:
+    async def check(self, session_id: str, id: str, key: str, wait: float | None) -> tuple[ToolOutput, bool]:
         """What is new and, at its end, the result; whether it still runs. Raises JobNotFound."""
+        jobs = self._looked_up(session_id, id)
         try:
-            return self._shown(id, await self._jobs.check(id, key, wait))
+            return _shown(jobs, id, await jobs.check(id, key, wait))
         except asyncio.CancelledError:
-            self._jobs.give_back(key)
+            jobs.give_back(key)
             raise
 
-    async def kill(self, id: str, key: str) -> tuple[ToolOutput, bool]:
+    async def kill(self, session_id: str, id: str, key: str) -> tuple[ToolOutput, bool]:
         """Ends it; raises JobNotFound."""
-        return self._shown(id, await self._jobs.kill(id, key))
-
-    def _shown(self, id: str, state: JobState) -> tuple[ToolOutput, bool]:
-        shown, running = job_output(state), state.status == "running"
-        task = self._jobs.process(id)
-        made = task.result() if isinstance(task, ToolTask) and not running else None
-        if made is None:
-            return shown, running
-        text = plain_json({"id": id, "status": "failed" if made.is_error else "completed", "output": state.output})
-        rest = tuple(block for block in made.content if not isinstance(block, TextBlock))
-        result = f"{text[:-1]},{plain_json({'result': made.text})[1:]}"
-        return made.but(content=(TextBlock(text=result), *rest)), running
+        jobs = self._looked_up(session_id, id)
+        return _shown(jobs, id, await jobs.kill(id, key))
 
     async def end_all_of(self, session_id: str) -> None:
-        """Ends the tasks of a session."""
-        await self._jobs.end_all_of(session_id)
+        """Ends the tasks of a session, for good."""
+        jobs = self._sessions.pop(session_id, None)
+        if jobs is not None:
+            await jobs.end_all_of(session_id)
 
     async def close(self) -> None:
         """Ends every task."""
-        await self._jobs.put_to_sleep()
+        await asyncio.gather(*(self.end_all_of(session_id) for session_id in list(self._sessions)))
+
+    def _of(self, session_id: str) -> Jobs:
+        """The session's jobs; those of sessions that have not been seen for long, and run nothing, are forgotten."""
+        jobs = self._sessions.get(session_id)
+        if jobs is None:
+            self._count += 1
+            jobs = self._sessions[session_id] = Jobs(f"{self._mark}-{self._count}")
+        self._sessions.move_to_end(session_id)
+        idle = [sid for sid, kept in self._sessions.items() if not kept.running]
+        for sid in idle[: max(0, len(self._sessions) - KEPT_SESSIONS)]:
+            del self._sessions[sid]
+        return jobs
+
+    def _looked_up(self, session_id: str, id: str) -> Jobs:
+        if self._elsewhere(id):
+            raise JobNotFound(
+                f"the background job {id!r} belonged to another process of this session",
+                hint="It has ended with that process, unless that one still runs",
+            )
+        return self._of(session_id)
+
+    def _elsewhere(self, id: str) -> bool:
+        return self.owns(id) and not id.startswith(f"job-{self._mark}-")
+
+
+def _shown(jobs: Jobs, id: str, state: JobState) -> tuple[ToolOutput, bool]:
+    shown, running = job_output(state), state.status == "running"
+    task = jobs.process(id)
+    made = task.result() if isinstance(task, ToolTask) and not running else None
+    if made is None:
+        return shown, running
+    text = plain_json({"id": id, "status": "failed" if made.is_error else "completed", "output": state.output})
+    rest = tuple(block for block in made.content if not isinstance(block, TextBlock))
+    result = f"{text[:-1]},{plain_json({'result': made.text})[1:]}"
+    return made.but(content=(TextBlock(text=result), *rest)), running
 
 
 def _end(task: asyncio.Future[Any]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 from pydantic import BaseModel, ConfigDict, Field
 
-from greenroom.runtime.calls import ToolSchema, compact_json
+from greenroom.runtime.calls import Effect, ToolSchema, compact_json
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import PreflightError
 from greenroom.runtime.journal import CallRecord, Outcome, call_digest
@@ -32,6 +34,11 @@ class Toolbox:
     def find(self, name: str) -> Tool | None:
         return self._agent.registry.get(name)
 
+    def effect(self, name: str) -> Effect:
+        """What a call of this name would be recorded as."""
+        tool = self.find(name)
+        return tool.spec.effect if tool is not None else "idempotent" if name in self._agent.subagents else "effectful"
+
     def preflight(self, sandbox_kind: str | None) -> None:
         """Raises PreflightError when a tool needs a sandbox, or an isolating one, that the session does not have."""
         for tool in self._agent.registry:
@@ -49,6 +56,8 @@ class Toolbox:
     def record(self, block: ToolCallBlock, key: str) -> CallRecord:
         """The call as it will run; one that cannot run carries its error as outcome already."""
         arguments = block.arguments if block.arguments is not None else parse_object(block.raw_arguments)
+        if self._agent.middleware:  # a hook has seen the block, and may have kept it
+            arguments = deepcopy(arguments)
         digest, size = call_digest(block.name, arguments or {})
         record = CallRecord.trusted(
             key=key, call_id=block.id, name=block.name, arguments=arguments or {}, digest=digest, size=size

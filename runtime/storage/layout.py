@@ -44,14 +44,22 @@ async def spill_values(store: SessionStore, head: Head, known: set[str]) -> Head
             blob = await store.put_blob(head.session_id, body, known)
             call = call.but(arguments={}, arguments_blob=blob)
             batch = batch.put(call)
-        if call.outcome is None:
-            continue
-        body = _CONTENT.dump_json(call.outcome.content)
-        if len(body) > LARGE_VALUE:
-            blob = await store.put_blob(head.session_id, body, known)
-            small = call.outcome.but(content=(), blob=blob)
-            batch = batch.put(call.but(outcome=small))
+        for field in ("outcome", "answered"):
+            small = await _spilled(store, head.session_id, getattr(call, field), known)
+            if small is not None:
+                call = call.but(**{field: small})
+                batch = batch.put(call)
     return head.but(batch=batch) if batch is not head.batch else head
+
+
+async def _spilled(store: SessionStore, sid: str, outcome: Outcome | None, known: set[str]) -> Outcome | None:
+    """The outcome with its content in a blob; None when it stays as it is."""
+    if outcome is None:
+        return None
+    body = _CONTENT.dump_json(outcome.content)
+    if len(body) <= LARGE_VALUE:
+        return None
+    return outcome.but(content=(), blob=await store.put_blob(sid, body, known))
 
 
 async def spill_batch(store: SessionStore, head: Head, known: set[str]) -> Head:
@@ -75,10 +83,13 @@ async def gathered(store: SessionStore, head: Head) -> Head:
             arguments = json.loads(await store.get_blob(head.session_id, call.arguments_blob))
             call = call.but(arguments=arguments, arguments_blob=None)
             batch = batch.put(call)
-        if batch is not None and call.outcome is not None and call.outcome.blob is not None:
-            content = _CONTENT.validate_json(await store.get_blob(head.session_id, call.outcome.blob))
-            whole = Outcome(content=content, is_error=call.outcome.is_error, counts=call.outcome.counts)
-            batch = batch.put(call.but(outcome=whole))
+        for field in ("outcome", "answered"):
+            small: Outcome | None = getattr(call, field)
+            if batch is not None and small is not None and small.blob is not None:
+                content = _CONTENT.validate_json(await store.get_blob(head.session_id, small.blob))
+                whole = Outcome(content=content, is_error=small.is_error, counts=small.counts)
+                call = call.but(**{field: whole})
+                batch = batch.put(call)
     return head.but(batch=batch, batch_blob=None) if batch is not head.batch else head
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import PydanticSerializationError, to_json
 
 from greenroom.runtime.calls import ToolOutput
-from greenroom.runtime.messages import clean
+from greenroom.runtime.messages import clean, cleaned
 
 
 class NotPlain(TypeError):
@@ -18,10 +18,19 @@ class NotPlain(TypeError):
 def to_output(value: Any) -> ToolOutput:
     """str as it is, ToolOutput as it is, anything else as JSON; raises NotPlain."""
     if isinstance(value, ToolOutput):
-        return value
+        return storable_output(value)
     if isinstance(value, str):
         return ToolOutput.of_text(clean(value))
     return ToolOutput.of_text(plain_json(value))
+
+
+def storable_output(output: ToolOutput) -> ToolOutput:
+    """The output without lone surrogates: no store takes them."""
+    try:
+        _ = output.model_dump_json()
+    except PydanticSerializationError:
+        return ToolOutput.model_validate(cleaned(output.model_dump()))
+    return output
 
 
 def plain_json(value: Any) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import types
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -53,8 +55,9 @@ def model_of_signature(function: Callable[..., Any]) -> tuple[type[BaseModel], s
         else:
             default = ... if parameter.default is parameter.empty else parameter.default
             doc = docs.get(parameter.name)
-            told = doc and not _has_description(hint)
-            fields[parameter.name] = (hint, Field(default, description=doc) if told else default)
+            if doc and not _has_description(hint):
+                default = _described(default, doc)
+            fields[parameter.name] = (hint, default)
     model = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
     return model, context
 
@@ -66,9 +69,32 @@ def described(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
         return text, {}
     import docstring_parser  # only here: few need it
 
-    parsed = docstring_parser.parse(text)
+    try:
+        parsed = docstring_parser.parse(text)
+    except docstring_parser.ParseError:
+        return text, {}
     docs = {param.arg_name: " ".join((param.description or "").split()) for param in parsed.params}
-    return ((parsed.description or "").strip(), docs) if docs else (text, {})
+    if not docs:
+        return text, {}
+    kept = [parsed.description or "", *docs, *docs.values(), *(param.type_name or "" for param in parsed.params)]
+    more = set(_words(text) - _words(" ".join(kept))) - {"args", "arguments", "parameters", "param"}
+    return (text if more else (parsed.description or "").strip()), docs
+
+
+def _words(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+", text.lower()))
+
+
+def _described(default: Any, doc: str) -> Any:
+    """The parameter's default with a description, unless it has one."""
+    if not isinstance(default, FieldInfo):
+        return Field(default, description=doc)
+    if default.description:
+        return default
+    described = copy.copy(default)
+    described.description = doc
+    described._attributes_set = default._attributes_set | {"description": doc}
+    return described
 
 
 def _has_description(hint: Any) -> bool:

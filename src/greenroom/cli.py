@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import sys
 from typing import Annotated
 
 import typer
 
-from greenroom import __version__, console, sandbox_cli, session_cli, store_cli
+from greenroom import __version__, batch_cli, console, pool_cli, sandbox_cli, session_cli, store_cli
+from greenroom.agent_options import DEFAULT_SANDBOX, agent_for
 from greenroom.commands import (
     EXIT_CODE,
     JsonOption,
@@ -22,7 +22,7 @@ from greenroom.commands import (
     report,
     run_work,
 )
-from greenroom.runtime.config import AgentConfig, load_attribute
+from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import (
     ConfigError,
     GreenroomError,
@@ -34,14 +34,10 @@ from greenroom.runtime.errors import (
     UsageError,
 )
 from greenroom.runtime.protocols import Runtime, Session
-from greenroom.runtime.providers import provider_from_string
-from greenroom.runtime.providers.optional import preflight
 from greenroom.runtime.results import RunResult, RunStatus
-from greenroom.runtime.tools.builtin import default_tools
 from greenroom.settings import Settings, load_settings
 
 USAGE = 2
-DEFAULT_SANDBOX = "bubblewrap"
 
 app = typer.Typer(
     name="greenroom",
@@ -50,9 +46,11 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(batch_cli.app, name="batch")
 app.add_typer(session_cli.app, name="session")
 app.add_typer(sandbox_cli.app, name="sandbox")
 app.add_typer(store_cli.app, name="store")
+app.add_typer(pool_cli.app, name="pool")
 
 
 @app.callback(invoke_without_command=True)
@@ -98,7 +96,7 @@ def run(
         raise ConfigError("there is no prompt", hint="Give it as an argument, or - to read it from the input")
 
     async def work() -> RunResult:
-        config = await _agent_for(settings, session)
+        config = _agent_of(settings, session)
         async with open_runtime(settings.store, local=local) as runtime:
             handle = await _session_for(runtime, config, session)
             return await _drive(handle, text, quiet=as_json)
@@ -126,38 +124,12 @@ def main() -> None:
 # -- how commands do it
 
 
-async def _agent_for(settings: Settings, session: str | None) -> AgentConfig | None:
+def _agent_of(settings: Settings, session: str | None) -> AgentConfig | None:
     """The agent of a run; None to use what an existing session has stored."""
-    kind = settings.sandbox
-    if settings.agent is not None:
-        config = _load_agent(settings.agent)
-        if settings.model is not None:
-            config = dataclasses.replace(config, provider=provider_from_string(settings.model))
-        if kind is not None:
-            config = dataclasses.replace(config, sandbox=kind)
-    elif settings.model is not None:
-        kind = kind or DEFAULT_SANDBOX
-        config = AgentConfig(
-            name="agent",
-            provider=provider_from_string(settings.model),
-            tools=default_tools("host" if kind == "host" else "sandboxed"),
-            sandbox=kind,
-        )
-    elif session is not None:
-        return None
-    else:
+    config = agent_for(settings)
+    if config is None and session is None:
         raise ConfigError("no model is named", hint="Give --model PROVIDER:NAME or --agent FILE, or set LLM_MODEL")
-    preflight(config.llm)
     return config
-
-
-def _load_agent(name: str) -> AgentConfig:
-    if ":" not in name or os.path.exists(name):
-        return AgentConfig.load(name)
-    found = load_attribute(name)
-    if not isinstance(found, AgentConfig):
-        raise ConfigError(f"{name} is a {type(found).__name__}", hint="Name an AgentConfig")
-    return found
 
 
 async def _session_for(runtime: Runtime, config: AgentConfig | None, session: str | None) -> Session:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +16,9 @@ from greenroom.runtime.errors import GreenroomError
 from greenroom.runtime.events import Event
 from greenroom.runtime.messages import Message, TextBlock, ToolCallBlock, ToolResultBlock
 from greenroom.runtime.results import RunResult, RunStatus, SessionInfo, SessionTree, Transcript
+
+if TYPE_CHECKING:
+    from greenroom.actors.wire import PoolStatus
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -164,6 +167,17 @@ def _show_message(message: Message) -> None:
                 out.print(f"[{style}]result[/{style}] {escape(block.text)}")
             case _:
                 out.print(f"[cyan]{message.role}[/cyan] [dim]({block.type})[/dim]")
+
+
+def show_pool(status: PoolStatus) -> None:
+    out.print(
+        f"[bold]{len(status.busy)}[/bold] of {status.size} places busy, [bold]{len(status.queued)}[/bold] waiting; "
+        f"{status.session_actors} session actors ({status.idle} idle), {status.sandbox_actors} sandbox actors, "
+        f"{status.clients} clients"
+    )
+    for mark, sessions in (("[green]runs[/green] ", status.busy), ("[yellow]waits[/yellow]", status.queued)):
+        for session in sessions:
+            out.print(f"{mark} {escape(session)}")
 
 
 def show_tree(tree: SessionTree) -> None:

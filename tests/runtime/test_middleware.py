@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import FrozenInstanceError, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scenes import bash, call, calls, results, scripted, tools
+from scenes import bash, call, calls, over, results, scripted, tools, waits
 
 from greenroom import (
     AgentConfig,
@@ -18,7 +19,9 @@ from greenroom import (
     ConfigError,
     FailureKind,
     HookContext,
+    Limits,
     Message,
+    MessageDelta,
     Middleware,
     ModelRequest,
     ProposedCall,
@@ -38,7 +41,7 @@ from greenroom.runtime.agents import pack, unpack
 from greenroom.runtime.journal import DENIED_BY_POLICY
 from greenroom.runtime.messages import Delta, TextBlock
 from greenroom.runtime.storage import MemoryObjectStore
-from greenroom.testing import FakeSandboxes, strict_history
+from greenroom.testing import FakeClock, FakeSandboxes, strict_history
 
 SECRET = "hunter2"
 
@@ -411,7 +414,7 @@ async def test_a_hook_that_swallows_a_cancellation_is_left_behind(
         ("before_run", [], None),
         ("before_model", [], None),
         ("after_model", [], None),
-        ("before_tool", [], None),
+        ("before_tool", [], False),
         ("after_tool", ["one"], True),
         ("after_run", ["one"], None),
     ],
@@ -422,7 +425,8 @@ async def test_a_hook_that_raises_ends_the_run_for_good(
     agent = scripted(bash("one"), "done", "next", middleware=[hook(point, fails, "guard")])
     failed = await failed_run(runtime, agent)
     assert failed.failure.kind is FailureKind.middleware
-    assert failed.failure.message == f"middleware 'guard', {point}: RuntimeError: hook broke"
+    told = rf"middleware 'guard', {point}: RuntimeError in test_middleware.py, line \d+"
+    assert re.fullmatch(told, failed.failure.message), "where, and not what it says: that may be a secret"
     assert failed.failure.tool_executed is executed
     assert not failed.resumable
     assert not failed.failure.retryable
@@ -442,7 +446,7 @@ async def test_a_call_whose_result_a_hook_lost_is_told_as_it_was(
     await failed_run(runtime, scripted(batch, "x", middleware=[hook("after_tool", only_b)]))
     first, second, third = results(await (await runtime.open("s")).transcript())
     assert not first.is_error
-    assert second.text.startswith("This call has run, or may have; its result could not be passed on.")
+    assert second.text == "This call has run, or may have; its result could not be passed on: middleware 'hook' failed."
     assert third.text.startswith("Not run")
     assert commands(sandboxes, "s") == ["a", "b"]
 
@@ -604,3 +608,201 @@ async def test_rules_judge_what_hooks_made_of_a_call(runtime: AgentRuntime, sand
     session = await runtime.create_session(scripted(bash("ls"), "ok", policy=policy, middleware=[change]))
     await session.run("go")
     assert commands(sandboxes, session.id) == []
+
+
+async def test_nothing_that_a_hook_keeps_changes_a_call_after_it_was_judged(
+    runtime: AgentRuntime, sandboxes: FakeSandboxes
+) -> None:
+    kept: list[dict[str, Any]] = []
+
+    def keeps(ctx: HookContext, message: Message) -> Message:
+        kept.extend(block.arguments for block in message.tool_calls if block.arguments is not None)
+        return message
+
+    def nested(ctx: HookContext, call: ProposedCall) -> ProposedCall:
+        kept.append(call.arguments)
+        return call
+
+    def turns(ctx: HookContext, call: ProposedCall, output: ToolOutput) -> None:
+        for arguments in kept:
+            arguments.update({"command": "rm x", "task": "evil"})
+
+    chain = [hook("after_model", keeps), hook("before_tool", nested), hook("after_tool", turns)]
+    child = scripted("fine", name="child")
+    batch = calls(call("bash", command="a"), call("helper", task="good"), call("bash", command="b"))
+    policy = Denies()
+    agent = scripted(batch, "ok", middleware=chain, policy=policy, subagents={"helper": child})
+    session = await runtime.create_session(agent)
+    await session.run("go")
+    assert commands(sandboxes, session.id) == ["a", "b"]
+    (below,) = (await session.tree()).children
+    said = (await (await runtime.open(below.info.session_id)).transcript()).messages[0].text
+    assert said == "good"
+    assert [block.arguments for block in (await session.transcript()).messages[1].tool_calls] == [
+        {"command": "a"},
+        {"task": "good"},
+        {"command": "b"},
+    ]
+
+
+HALF = "half \ud800 a character"
+
+
+@pytest.mark.parametrize(
+    ("point", "function"),
+    [
+        ("before_tool", lambda *_: ToolOutput.of_text(HALF)),
+        ("before_tool", lambda ctx, call: replace(call, arguments={"command": HALF})),
+        ("after_tool", lambda *_: ToolOutput.of_text(HALF)),
+        ("after_tool", lambda *_: HALF),
+        ("after_model", lambda ctx, message: message.but(content=(TextBlock(text=HALF),))),
+    ],
+)
+async def test_half_characters_of_a_hook_do_no_harm(runtime: AgentRuntime, point: str, function: Any) -> None:
+    session = await runtime.create_session(scripted(bash("one"), "done", middleware=[hook(point, function)]))
+    try:
+        result = await session.run("go")
+    except RunFailed as failed:
+        result = failed.result
+    assert result.failure is None or result.failure.kind is FailureKind.middleware
+    assert (await session.status()).owner is None, "the run has come to a stop"
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError(HALF), asyncio.CancelledError()])
+async def test_a_hook_ends_its_run_and_not_the_process(runtime: AgentRuntime, error: BaseException) -> None:
+    def raises(*_: Any) -> None:
+        raise error
+
+    failed = await failed_run(runtime, scripted("x", middleware=[hook("before_model", raises)]))
+    assert failed.failure.kind is FailureKind.middleware
+
+
+async def test_a_large_answer_of_a_hook_is_no_part_of_the_head(home: Path) -> None:
+    objects = MemoryObjectStore()
+    big: list[int] = []
+
+    def answers(ctx: HookContext, call: ProposedCall) -> str:
+        return "z" * 300_000
+
+    async def look() -> str:
+        for key in [key async for key in objects.list("") if key.endswith("/head")]:
+            big.append(len((await objects.get(key) or (b"", ""))[0]))
+        return "seen"
+
+    first = hook("before_tool", lambda ctx, call: answers(ctx, call) if call.tool == "bash" else None)
+    own = tools(look)
+    agent = scripted(calls(call("bash", command="a"), call("look")), "ok", middleware=[first])
+    agent = replace(agent, tools=[*agent.registry, *own])
+    async with AgentRuntime(Storage.over(objects), sandboxes=FakeSandboxes()) as runtime:
+        session = await runtime.create_session(agent)
+        await session.run("go")
+        first_result = results(await session.transcript())[0]
+    assert len(first_result.text) == 300_000
+    assert big
+    assert max(big) < 40_000
+
+
+async def test_the_hooks_after_a_tool_are_no_part_of_its_time(timed: AgentRuntime, clock: FakeClock) -> None:
+    async def slow(ctx: HookContext, call: ProposedCall, output: ToolOutput) -> str:
+        await clock.sleep(50)
+        return f"[{output.text}]"
+
+    async def quick() -> str:
+        return "quick"
+
+    agent = scripted(
+        calls(call("quick")),
+        "ok",
+        tools=tools(quick),
+        sandbox=None,
+        limits=Limits(tool_timeout=10),
+        middleware=[hook("after_tool", slow)],
+    )
+    session = await timed.create_session(agent)
+    await clock.run(session.run("go"))
+    assert [block.text for block in results(await session.transcript())] == ["[quick]"]
+
+
+async def test_a_close_that_hangs_holds_nobody_up(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("greenroom.runtime.middleware.CLOSE_TIME", 0.01)
+    seen: list[str] = []
+
+    async def hangs(*_: Any) -> None:
+        await asyncio.sleep(600)
+
+    runtime = AgentRuntime("memory:")
+    session = await runtime.create_session(scripted("done", middleware=[Traces("A", seen), hook("close", hangs)]))
+    await session.run("go")
+    await asyncio.wait_for(runtime.close(), 5)
+    assert "A.close" in seen
+
+
+async def test_a_reply_is_hooked_when_its_call_is_over(runtime: AgentRuntime) -> None:
+    """A hook may ask the same provider, which allows one call at a time."""
+    open_calls: list[int] = []
+
+    class OneAtATime:
+        def __init__(self) -> None:
+            self.running = 0
+
+        async def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
+            self.running += 1
+            try:
+                message = Message(role="assistant", content=(TextBlock(text="hi"),), stop="end", stop_kind="end")
+                yield MessageDelta(message=message)
+            finally:
+                self.running -= 1
+
+    provider = OneAtATime()
+    look = hook("after_model", lambda *_: open_calls.append(provider.running))
+    session = await runtime.create_session(AgentConfig(name="a", provider=provider, middleware=[look]))
+    assert (await session.run("go")).text == "hi"
+    assert open_calls == [0]
+
+
+async def test_a_run_that_is_taken_over_and_ended_by_a_hook_ends_what_it_had_begun(shared: MemoryObjectStore) -> None:
+    """Its children and its commands do not go on without it."""
+    sandboxes, started = FakeSandboxes(), asyncio.Event()
+    sandboxes._on_command = waits(started)
+    child = scripted(bash("slow"), "never", name="child", sandbox=None)
+    spawn = calls(call("helper", task="t"))
+    async with over(shared, sandboxes) as first:
+        session = await first.create_session(scripted(spawn, "x", subagents={"helper": child}), "s")
+        run = asyncio.ensure_future(session.run("go"))
+        await started.wait()
+        async with over(shared) as second:
+            agent = scripted(spawn, "x", subagents={"helper": child}, middleware=[hook("before_run", fails)])
+            with pytest.raises(RunFailed) as failed:
+                await (await second.open("s", agent)).resume()
+            assert failed.value.failure.kind is FailureKind.middleware
+            states = [info.state for info in (await (await second.open("s")).tree()).sessions()]
+            assert states == ["Fail", "Interrupted"]
+        run.cancel()
+
+
+class DenyList(frozenset[str]):
+    async def judge(self, session_id: str, proposed: tuple[ProposedCall, ...]) -> Sequence[Verdict]:
+        return [Verdict("deny" if call.tool in self else "allow") for call in proposed]
+
+
+def test_what_cannot_be_told_by_its_fields_travels_by_value() -> None:
+    packet = pack(scripted("x", policy=DenyList({"bash"})))
+    assert packet.locals
+    assert unpack(packet).policy == DenyList({"bash"})
+
+
+async def test_the_next_hook_sees_the_effect_of_the_changed_call(runtime: AgentRuntime) -> None:
+    async def danger() -> str:
+        return "done"
+
+    seen: list[tuple[str, str]] = []
+    chain = [
+        hook("before_tool", lambda ctx, call: replace(call, tool="danger", arguments={})),
+        hook("before_tool", lambda ctx, call: seen.append((call.tool, call.effect))),
+    ]
+    own = [*scripted("x").registry, *tools(danger)]
+    session = await runtime.create_session(
+        scripted(calls(call("read_file", path="a")), "ok", tools=own, middleware=chain)
+    )
+    await session.run("go")
+    assert seen == [("danger", "effectful")]

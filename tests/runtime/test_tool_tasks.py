@@ -208,7 +208,9 @@ async def test_an_id_of_an_earlier_process_is_unknown_and_not_another_job(shared
         again = reporting(slow, looks("check"), window=0.0)
         session = await second.open("s", scripted("x", "x", calls(call("check", id=old)), "done", tools=again.tools))
         result = await session.run("and now?")
-        assert results(await session.transcript())[-1].text.startswith(f"there is no background job {old!r}")
+        assert results(await session.transcript())[-1].text.startswith(
+            f"the background job {old!r} belonged to another process"
+        )
         assert result.background_tasks == ()
 
 
@@ -252,3 +254,68 @@ def test_its_window_is_stored_with_the_agent() -> None:
     agent = scripted("x", tools=registry, sandbox=None)
     (again,) = unpack(pack(agent)).registry
     assert again.spec.yield_after == 3.0
+
+
+async def test_a_session_sees_its_own_jobs_alone(timed: AgentRuntime, clock: FakeClock) -> None:
+    async def slow() -> str:
+        await clock.sleep(5)
+        return "alice's secret"
+
+    alice = await timed.create_session(reporting(slow))
+    await clock.run(alice.run("go"))
+    (job,) = (await alice.status()).background_tasks
+    await clock.advance(10)
+    looks_there = calls(call("check", id=job), call("kill", id=job))
+    bob = await timed.create_session(scripted(looks_there, "done", tools=DEFAULTS, sandbox=None))
+    await clock.run(bob.run("go"))
+    assert all(block.is_error and "no background job" in block.text for block in results(await bob.transcript()))
+
+
+async def test_a_session_with_many_jobs_waits_for_the_next_one(timed: AgentRuntime, clock: FakeClock) -> None:
+    async def slow(ctx: ToolContext) -> str:
+        await clock.sleep(600)
+        return "late"
+
+    async def quick() -> str:
+        await clock.sleep(20)
+        return "after a while"
+
+    registry = ToolRegistry(DEFAULTS)
+    registry.tool(yield_after=0.0, name="report", effect="read_only")(slow)
+    registry.tool(yield_after=1.0)(quick)
+    batch = calls(*(call("report") for _ in range(32)))
+    session = await timed.create_session(scripted(batch, calls(call("quick")), "done", tools=registry, sandbox=None))
+    result = await clock.run(session.run("go"))
+    assert len(result.background_tasks) == 32
+    assert results(await session.transcript())[-1].text == "after a while"
+
+
+async def test_a_callback_that_raises_does_not_keep_a_job_alive(timed: AgentRuntime, clock: FakeClock) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    async def slow(ctx: ToolContext) -> None:
+        ctx.cancel.on_cancel(broken)
+        await clock.sleep(600)
+
+    session = await timed.create_session(reporting(slow, looks("kill")))
+    await clock.run(session.run("go"))
+    assert (await shown(session))[1]["status"] == "killed"
+
+
+async def test_on_ray_it_ends_with_its_run_also_when_that_breaks_off(
+    timed: AgentRuntime, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    async def slow() -> None:
+        try:
+            await clock.sleep(600)
+        finally:
+            ended.append("ended")
+
+    timed._host.tasks.outlive_runs = False  # as in a session actor
+    session = await timed.create_session(reporting(slow))
+    result = await clock.run(session.run("go"))
+    assert ended == ["ended"]
+    assert result.background_tasks == ()

@@ -104,9 +104,6 @@ Args:
     city: Where,
         in any spelling.
     days: How many.
-
-Returns:
-    What it is like.
 """
 SPHINX = """Looks the weather up.
 
@@ -139,6 +136,31 @@ def test_what_a_docstring_says_of_parameters_goes_to_them(doc: str) -> None:
         "days": {"type": "integer", "default": 1, "description": "its own word"},
     }
     assert tool.schema.parameters["required"] == ["city"]
+
+
+def test_what_a_docstring_says_besides_is_not_lost() -> None:
+    def lookup(city: str, days: int = Field(3, ge=1)) -> str:
+        """Looks the weather up.
+
+        Args:
+            city: Where.
+            days: How many.
+
+        Returns:
+            What it is like. Never call it twice for the same city.
+        """
+        return city
+
+    registry = ToolRegistry()
+    registry.tool(lookup)
+    (tool,) = registry
+    assert tool.schema.description.endswith("Never call it twice for the same city.")
+    assert tool.schema.parameters["properties"]["days"] == {
+        "type": "integer",
+        "default": 3,
+        "minimum": 1,
+        "description": "How many.",
+    }
 
 
 class Colour(StrEnum):
