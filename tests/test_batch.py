@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3servers
 from scenes import call, calls, greenroom, scripted, tools
 
 from greenroom import AgentConfig, AgentRuntime, ConfigError, ModelRequest, UsageError
 from greenroom.batch import BatchReport, run_batch
+from greenroom.bucket_files import batch_files
 
 ONE = '{"prompt": "p"}\n'
 
@@ -230,3 +232,46 @@ def test_the_command_line_of_a_batch(tmp_path: Path) -> None:
     missing = greenroom(tmp_path, "batch", "run", "nope.jsonl", *options[1:])
     assert missing.returncode == 2
     assert "cannot be read" in missing.stderr
+
+
+@pytest.mark.slow
+def test_the_files_of_a_batch_may_lie_in_a_bucket(tmp_path: Path, seaweedfs: str) -> None:
+    s3 = s3servers.client(seaweedfs)
+    put = b"".join(json.dumps({"prompt": f"task {n}"}).encode() + b"\n" for n in range(4))
+    s3.put_object(Bucket=s3servers.BUCKET, Key="in/tasks.jsonl", Body=put)
+    (tmp_path / "script.yaml").write_text("- done\n")
+    where = f"?endpoint={seaweedfs}&region=us-east-1"
+    tasks, out = f"s3://{s3servers.BUCKET}/in/tasks.jsonl{where}", f"s3://{s3servers.BUCKET}/results.jsonl{where}"
+    options = ("--model", "scripted:script.yaml", "--sandbox", "host", "--local", "--json")
+    keys = s3servers.credentials()
+    done = greenroom(tmp_path, "batch", "run", tasks, "--out", out, *options, **keys)
+    assert done.returncode == 0, done.stderr
+    body = s3.get_object(Bucket=s3servers.BUCKET, Key="results.jsonl")["Body"].read()
+    assert sorted(json.loads(line)["line"] for line in body.splitlines()) == [1, 2, 3, 4]
+    s3.put_object(Bucket=s3servers.BUCKET, Key="results.jsonl", Body=body.splitlines(keepends=True)[0])
+    again = greenroom(tmp_path, "batch", "run", tasks, "--out", out, *options, **keys)
+    assert json.loads(again.stdout)["found"] == 1
+    after = s3.get_object(Bucket=s3servers.BUCKET, Key="results.jsonl")["Body"].read()
+    assert sorted(after.splitlines()) == sorted(body.splitlines()), "finished sessions give theirs again"
+    missing = greenroom(tmp_path, "batch", "run", tasks.replace("tasks", "nope"), "--out", out, *options[:-1], **keys)
+    assert missing.returncode == 2
+    assert "is not there" in missing.stderr
+
+
+@pytest.mark.slow
+async def test_results_that_somebody_else_put_are_not_overwritten(
+    tmp_path: Path, seaweedfs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3servers.credentials().items():
+        monkeypatch.setenv(name, value)
+    out = f"s3://{s3servers.BUCKET}/two/results.jsonl?endpoint={seaweedfs}&region=us-east-1"
+    with pytest.raises(UsageError, match="somebody else"):  # noqa: PT012  # it is leaving that raises
+        async with batch_files("tasks.jsonl", out) as files:
+            files.out.write_bytes(b'{"line": 1}\n')
+            s3servers.client(seaweedfs).put_object(Bucket=s3servers.BUCKET, Key="two/results.jsonl", Body=b"theirs\n")
+    async with batch_files("tasks.jsonl", out) as files:
+        assert files.out.read_bytes() == b"theirs\n"
+        with files.out.open("ab") as file:
+            file.write(b'{"line": 2}\n{"li')
+    async with batch_files("tasks.jsonl", out) as files:
+        assert files.out.read_bytes() == b'theirs\n{"line": 2}\n', "a line that is not whole yet stays here"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import jsonschema
 import pytest
-import ray
-import yaml
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -63,8 +59,3 @@ def test_the_pages_name_files_that_are_there() -> None:
     for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
-
-
-def test_the_cluster_file_is_one_that_ray_takes() -> None:
-    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
-    jsonschema.validate(yaml.safe_load((ROOT / "cluster.yaml").read_text()), schema)

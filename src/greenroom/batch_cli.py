@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from pathlib import Path
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated
 
 import typer
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from greenroom import console
 from greenroom.agent_options import agent_for
 from greenroom.batch import BatchReport, run_batch
+from greenroom.bucket_files import batch_files
 from greenroom.commands import JsonOption, LocalOption, StoreOption, finish, open_runtime, run_work
 from greenroom.runtime.errors import ConfigError
 from greenroom.runtime.protocols import Runtime
@@ -39,10 +40,22 @@ def _group() -> None:
 
 @app.command("run")
 def batch_run(
-    tasks: Annotated[Path, typer.Argument(metavar="TASKS.jsonl", help='A task a line: {"prompt": ..., "id"?: ...}.')],
-    out: Annotated[Path, typer.Option("--out", metavar="RESULTS.jsonl", help="A result a line, as they finish.")],
+    tasks: Annotated[
+        str,
+        typer.Argument(metavar="TASKS.jsonl", help='A task a line: {"prompt": ..., "id"?: ...}. A file, or s3://...'),
+    ],
+    out: Annotated[
+        str,
+        typer.Option("--out", metavar="RESULTS.jsonl", help="A result a line, as they finish. A file, or s3://..."),
+    ],
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Sessions at once; default: as many as the pool lets live.")
+    ] = None,
+    pool_size: Annotated[
+        int | None, typer.Option(min=1, help="Sessions that the pool lets live at once; default: by CPUs and memory.")
+    ] = None,
+    slot_resource: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The resource of Ray of which each session takes one.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Of the batch; default: made of the files' names.")] = None,
     agent: Annotated[
@@ -64,10 +77,18 @@ def batch_run(
         config = agent_for(settings)
         if config is None:
             raise ConfigError("no model is named", hint="Give --model PROVIDER:NAME or --agent FILE, or set LLM_MODEL")
-        async with open_runtime(settings.store, local=local) as runtime:
+        async with batch_files(tasks, out) as files, _open(settings.store, local, pool_size, slot_resource) as runtime:
             at_once = concurrency or await _places(runtime)
             with _Shown(quiet=as_json) as shown:
-                running = run_batch(runtime, config, tasks, out, concurrency=at_once, name=name, told=shown.told)
+                running = run_batch(
+                    runtime,
+                    config,
+                    files.tasks,
+                    files.out,
+                    concurrency=at_once,
+                    name=name or files.name,
+                    told=shown.told,
+                )
                 return await _until_interrupted(asyncio.ensure_future(running))
 
     began = time.monotonic()
@@ -78,6 +99,21 @@ def batch_run(
         return
     _show(report, time.monotonic() - began, out, as_json=as_json)
     finish(0 if set(report.statuses) <= {"completed"} and not report.problems else 1)
+
+
+def _open(
+    store: str,
+    local: bool,
+    pool_size: int | None,
+    slot_resource: str | None,  # as the options are
+) -> AbstractAsyncContextManager[Runtime]:
+    if pool_size is None and slot_resource is None:
+        return open_runtime(store, local=local)
+    if local:
+        raise ConfigError("--local has no pool", hint="Leave out --pool-size and --slot-resource, or --local")
+    from greenroom.actors.wire import PoolConfig
+
+    return open_runtime(store, local=False, pool=PoolConfig(session_actors=pool_size, slot_resource=slot_resource))
 
 
 async def _places(runtime: Runtime) -> int:
@@ -135,7 +171,7 @@ class _Shown:
             console.err.print(f"{report.done} of {report.total}, {rate:.1f}/s, {left:.0f} s left")
 
 
-def _show(report: BatchReport, seconds: float, out: Path, *, as_json: bool) -> None:
+def _show(report: BatchReport, seconds: float, out: str, *, as_json: bool) -> None:
     if as_json:
         console.print_json(
             {

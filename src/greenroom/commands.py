@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -19,6 +19,9 @@ from greenroom.runtime.errors import ClusterError
 from greenroom.runtime.protocols import Runtime, Session
 from greenroom.runtime.results import RunResult, RunStatus
 from greenroom.runtime.storage.storage import Storage
+
+if TYPE_CHECKING:
+    from greenroom.actors.wire import PoolConfig
 
 EXIT_CODE = {
     RunStatus.completed: 0,
@@ -55,14 +58,14 @@ async def open_storage(url: str) -> AsyncIterator[Storage]:
 
 
 @asynccontextmanager
-async def open_runtime(url: str, *, local: bool) -> AsyncIterator[Runtime]:
+async def open_runtime(url: str, *, local: bool, pool: PoolConfig | None = None) -> AsyncIterator[Runtime]:
     if local:
         async with AgentRuntime(url) as embedded:
             yield embedded
     else:
         from greenroom.actors.client import connect
 
-        async with connect(storage=url, namespace=namespace_of(url)) as on_ray:
+        async with connect(storage=url, namespace=namespace_of(url), pool=pool) as on_ray:
             yield on_ray
 
 
