@@ -1,4 +1,4 @@
-"""Typed clients of the actors, so that nobody holds a bare handle; and Ray's errors turned into ours.
+"""Typed clients of the actors, so that nobody holds a bare handle.
 
 No actor class is imported here: a handle is found by name or handed over.
 """
@@ -10,12 +10,13 @@ import pickle
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
 
+from greenroom.actors.calls import CALL_TIMEOUT, SILENCE_PAUSE, ActorLost, ActorSilent, ask
+from greenroom.actors.channel import Channel
 from greenroom.actors.wire import (
     Command,
     CommandKey,
@@ -33,14 +34,6 @@ from greenroom.runtime.calls import CallRef, SandboxSpec
 from greenroom.runtime.errors import ClusterError, SandboxDied
 from greenroom.runtime.operations import Operation, OperationResult
 
-T = TypeVar("T")
-
-SILENCE_PAUSE = 0.5
-"""Seconds before an actor that did not answer is asked again."""
-
-CALL_TIMEOUT = 60.0
-"""Seconds for a short call to an actor, its process's start included."""
-
 RESTART_WAIT = 120.0
 """Seconds that a Supervisor may take to come up again; a busy machine needs some."""
 
@@ -48,34 +41,12 @@ SANDBOX_TIMEOUT = 1800.0
 """Seconds for a sandbox to open or to close: a workspace may be fetched, or saved, on the way."""
 
 
-class ActorLost(ClusterError):
-    """The actor is dead: what it ran has to be taken over."""
-
-
-class ActorSilent(ClusterError):
-    """The actor does not answer now; it may yet. Nothing may be taken over because of this."""
-
-
-async def ask(reference: Awaitable[Any], timeout: float | None = CALL_TIMEOUT) -> Any:
-    """The answer of an actor call; the actor's own error as it was raised, Ray's as ActorLost or ActorSilent."""
-    try:
-        return await asyncio.wait_for(_as_coroutine(reference), timeout)
-    except RayTaskError as error:
-        cause = error.cause
-        raise (cause if isinstance(cause, Exception) else ClusterError(str(error))) from None
-    except ActorDiedError as error:
-        raise ActorLost(f"an actor died: {_first_line(error)}") from error
-    except (ActorUnavailableError, GetTimeoutError, TimeoutError) as error:
-        raise ActorSilent(f"an actor does not answer: {_first_line(error)}") from error
-    except RayError as error:
-        raise ClusterError(f"Ray failed: {_first_line(error)}") from error
-
-
 class SupervisorClient:
     """The Supervisor of a namespace."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        self._channel = Channel(handle)
 
     @classmethod
     def find(cls, name: str, namespace: str) -> SupervisorClient:
@@ -145,8 +116,15 @@ class SupervisorClient:
 
     async def actor_of(self, session_id: str) -> SessionActorClient | None:
         """The actor that runs the session, or ran it last."""
-        handle = await self._ask("actor_of", session_id)
-        return None if handle is None else SessionActorClient(handle)
+        return (await self.placement(session_id, 0, wait=False))[0]
+
+    async def placement(self, session_id: str, after: int, *, wait: bool) -> tuple[SessionActorClient | None, int]:
+        """The session's last placement beyond the one with number `after`: its actor and its number; None and 0.
+
+        wait: for one to come, a while.
+        """
+        handle, number = await self._ask("actor_of", session_id, after, wait)
+        return (None if handle is None else SessionActorClient(handle)), number
 
     async def sandbox_for(self, root: str, spec: SandboxSpec) -> SandboxInfo:
         """Raises SandboxUnavailable."""
@@ -181,7 +159,7 @@ class SupervisorClient:
         deadline = time.monotonic() + RESTART_WAIT
         while True:
             try:
-                return await ask(getattr(self._handle, method).remote(*args), within)
+                return await self._channel.call(method, *args, timeout=within)
             except ActorSilent:
                 if time.monotonic() > deadline:
                     raise
@@ -268,11 +246,3 @@ class SandboxActorClient:
             return await ask(reference, timeout)
         except ActorLost as error:
             raise SandboxDied("the sandbox's process is gone") from error
-
-
-async def _as_coroutine(reference: Awaitable[T]) -> T:
-    return await reference
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -16,7 +16,8 @@ from typing import Any
 
 import ray
 
-from greenroom.actors.handles import SANDBOX_TIMEOUT, ActorLost, ActorSilent, SessionActorClient, ask
+from greenroom.actors.calls import ActorLost, ActorSilent, ask
+from greenroom.actors.handles import SANDBOX_TIMEOUT, SessionActorClient
 from greenroom.actors.sandbox import SandboxActor
 from greenroom.actors.session import SessionActor
 from greenroom.actors.wire import PoolConfig, SandboxInfo, SandboxReport

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from greenroom.actors.handles import ActorLost, ActorSilent, SessionActorClient, SupervisorClient
+from greenroom.actors.calls import ActorLost, ActorSilent
+from greenroom.actors.handles import SessionActorClient, SupervisorClient
 from greenroom.actors.wire import Command, EventPage, Outcome
 from greenroom.runtime.events import Event, parse_cursor
 
 POLL_PAUSE = 0.2
-"""Seconds between looks for a session that no actor has."""
+"""Seconds before an actor that did not answer, or its successor, is asked."""
 
 
 async def follow_command(
@@ -51,26 +52,30 @@ async def follow_session(
 ) -> AsyncIterator[Event]:
     """The events after the cursor that the session's latest actor holds; with `forever` also those to come."""
     seen = parse_cursor(after) if after is not None else (0, 0)
-    position, actor_id = 0, None
+    number, position, actor_id = 0, 0, ""
     while True:
-        actor = await supervisor.actor_of(session_id)
-        events: list[Event] = []
-        if actor is not None:
-            position = position if actor.id == actor_id else 0
-            actor_id = actor.id
+        actor, placed = await supervisor.placement(session_id, number, wait=forever)
+        if actor is None:
+            if not forever:
+                return
+            continue
+        number, position, actor_id = placed, position if actor.id == actor_id else 0, actor.id
+        while True:
             try:
                 page = await actor.events(session_id, position)
-                position = page.position
-                events = [event for event in _with_gap(page) if parse_cursor(event.id) > seen]
-            except (ActorLost, ActorSilent):
-                actor = None
-        for event in events:
-            seen = parse_cursor(event.id)
-            yield event
-        if not events and not forever:
-            return
-        if actor is None:
-            await asyncio.sleep(POLL_PAUSE)
+            except ActorLost:
+                await asyncio.sleep(POLL_PAUSE)  # its successor will have the rest
+                break
+            except ActorSilent:
+                await asyncio.sleep(POLL_PAUSE)
+                continue
+            position = page.position
+            for event in _with_gap(page):
+                if parse_cursor(event.id) > seen:
+                    seen = parse_cursor(event.id)
+                    yield event
+            if not page.events and not (forever and page.running):
+                break  # nothing comes from here before the session is placed again
 
 
 def _with_gap(page: EventPage) -> tuple[Event, ...]:

@@ -50,8 +50,11 @@ BEAT = 1.0
 KEPT_SESSIONS = 32
 """Sessions whose events can still be read here after their run."""
 
-EVENT_WAIT = 1.0
-"""Seconds an events call waits for the first event."""
+EVENT_WAIT = 10.0
+"""Seconds an events call waits for the first event of a session that runs here."""
+
+LAST_WAIT = 0.5
+"""Seconds it waits when the session does not run here: its command may be on the way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +184,18 @@ class SessionHost:
         return Outcome()
 
     async def _events(self, session_id: str, position: int) -> EventPage:
-        buffer = self._driver(session_id).events
+        driver = self._driver(session_id)
+        wait = EVENT_WAIT if self._has(session_id) else LAST_WAIT
         try:
-            async with asyncio.timeout(EVENT_WAIT):
-                await buffer.wait(position)
+            async with asyncio.timeout(wait):
+                await driver.events.wait(position)
         except TimeoutError:
             pass
-        events, end, missed = buffer.read(position)
-        return EventPage(tuple(events), end, missed)
+        events, end, missed = driver.events.read(position)
+        return EventPage(tuple(events), end, missed, self._has(session_id))
+
+    def _has(self, session_id: str) -> bool:
+        return any(sid == session_id for sid, _ in self._runs)
 
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs on the loop of the default group, wherever it is called from."""

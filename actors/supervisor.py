@@ -13,15 +13,21 @@ import logging
 import os
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
-from greenroom.actors.handles import SILENCE_PAUSE, ActorLost, ActorSilent, SessionActorClient, ask
-from greenroom.actors.pool import SANDBOX_ACTOR, SESSION_ACTOR, SandboxPool, SessionPool, Slot
+from greenroom.actors.calls import SILENCE_PAUSE, ActorLost, ActorSilent, ask
+from greenroom.actors.channel import Mailbox
+from greenroom.actors.directory import Directory
+from greenroom.actors.handles import SessionActorClient
+from greenroom.actors.packets import Packets
+from greenroom.actors.pool import SandboxPool, SessionPool, Slot
+from greenroom.actors.takeover import command_for, find_orphans, pool_actors
+from greenroom.actors.tombstones import Tombstones
 from greenroom.actors.wire import (
     Command,
     CommandKey,
@@ -33,13 +39,11 @@ from greenroom.actors.wire import (
     SandboxReport,
     SessionReport,
     UnknownCommand,
-    child_request,
 )
 from greenroom.runtime.budget import TokenLedger
 from greenroom.runtime.calls import SandboxSpec
 from greenroom.runtime.errors import ClusterError, PoolMismatch, RequestConflict, RunFailed, SessionBusy
 from greenroom.runtime.ids import root_of
-from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage
 
 log = logging.getLogger("greenroom.pool")
@@ -49,9 +53,6 @@ MAX_CONCURRENCY = 100_000
 
 KEPT_OUTCOMES = 4096
 """Finished commands whose outcome a client can still fetch."""
-
-KEPT_AGENTS = 1024
-"""Agents kept with their local parts, the least recently used go first; the stored ones are found again."""
 
 MAX_RECOVERIES = 3
 """Actors that one command may lose before it is given up: it is then what kills them."""
@@ -68,9 +69,6 @@ LOOK_EVERY = 2.0
 REPORT_TIMEOUT = 5.0
 """Seconds that an actor gets to report; it does so on a thread of its own."""
 
-AGENT_WAIT = 15.0
-"""Seconds that clients get to bring their agents again after the Supervisor has lost its memory."""
-
 CLIENT_LOST = 30.0
 """Seconds without a word after which a client counts as gone."""
 
@@ -79,9 +77,6 @@ STOPPED = "pool stopped"
 
 STOP_WAIT = 5.0
 """Seconds that running sessions get to park when the pool is stopped."""
-
-KEPT_TOMBSTONES = 4096
-"""Cancelled sessions that are remembered, so that nothing below them begins any more."""
 
 ACTOR_BYTES = 150_000_000
 """Memory that a session's process is expected to take, with what its sandbox runs."""
@@ -114,10 +109,11 @@ class _Run:
         return error is not None and not isinstance(error, RunFailed)
 
 
-class SupervisorHost:
+class SupervisorHost(Mailbox):
     """The plain class behind the actor; all of its methods run on one event loop."""
 
     def __init__(self, namespace: str, hello: Hello, pool: PoolConfig) -> None:
+        super().__init__()
         self._namespace = namespace
         self._hello = hello
         self._pool = pool
@@ -127,12 +123,11 @@ class SupervisorHost:
         self._sandbox_pool = SandboxPool(namespace, self._incarnation, hello.store, size)
         self._rebuilding: asyncio.Task[None] | None = None
         self._storage: Storage | None = None
-        self._paths: OrderedDict[str, None] = OrderedDict()
         self._clients: dict[str, float] = {}
         self._last_used = time.monotonic()
-        self._new_agents = asyncio.Condition()
-        self._tombstones: OrderedDict[str, str] = OrderedDict()
-        self._agents: OrderedDict[str, bytes] = OrderedDict()
+        self._packets = Packets()
+        self._directory = Directory()
+        self._tombstones = Tombstones()
         self._runs: dict[CommandKey, _Run] = {}
         self._finished: deque[CommandKey] = deque()
         self._queue: deque[_Run] = deque()
@@ -168,27 +163,11 @@ class SupervisorHost:
         return self._incarnation
 
     async def put_agent(self, digests: list[str], packet: bytes, paths: tuple[str, ...]) -> None:
-        for digest in digests:
-            self._agents[digest] = packet
-            self._agents.move_to_end(digest)
-        while len(self._agents) > KEPT_AGENTS:
-            self._agents.popitem(last=False)
-        self._paths.update(dict.fromkeys(paths))
-        async with self._new_agents:
-            self._new_agents.notify_all()
+        await self._packets.put(digests, packet, paths)
 
     async def get_agent(self, digest: str, wait: bool) -> tuple[bytes | None, tuple[str, ...]]:  # noqa: FBT001  # a message
         """The agent's packet, and where clients import from; `wait`: for a client that may bring it again."""
-        if wait and digest not in self._agents:
-            async with self._new_agents:
-                try:
-                    async with asyncio.timeout(AGENT_WAIT):
-                        await self._new_agents.wait_for(lambda: digest in self._agents)
-                except TimeoutError:
-                    pass
-        if digest in self._agents:
-            self._agents.move_to_end(digest)
-        return self._agents.get(digest), tuple(self._paths)
+        return await self._packets.get(digest, wait=wait), self._packets.paths
 
     # -- after a death: what the actors run, and what nobody runs any more
 
@@ -199,7 +178,7 @@ class SupervisorHost:
         await asyncio.shield(self._rebuilding)
 
     async def _rebuild(self) -> None:
-        names = await asyncio.to_thread(_actors_of, self._namespace)
+        names = await asyncio.to_thread(pool_actors, self._namespace)
         await asyncio.gather(*(self._take_in(name) for name in names))
         self._spawn(self._recover_orphans())
         self._spawn(self._look_after())
@@ -227,6 +206,8 @@ class SupervisorHost:
         assert isinstance(report, SessionReport)
         slot = self._session_pool.adopt(handle, busy=bool(report.running))
         for command in report.running:
+            if command.parent is not None:
+                self._tombstones.know(command.session_id, command.parent)
             run = _Run(command, asyncio.get_running_loop().create_future())
             self._runs[command.key] = run
             self._place(run, slot)
@@ -237,28 +218,16 @@ class SupervisorHost:
             self._storage = Storage.open(self._hello.store)
         while True:
             try:
-                orphans = await self._orphans(self._storage)
+                orphans = await find_orphans(self._storage, self._namespace, self._live)
                 break
             except Exception as error:  # the store is away: it is asked until it answers
                 log.warning("cannot look for sessions that nobody runs: %s", error)
                 await asyncio.sleep(LOOK_EVERY)
         for head in orphans:
-            command = _command_for(head, tuple(self._paths))
+            command = command_for(head, self._packets.paths)
             if command.session_id not in self._live and command.key not in self._runs:
                 log.warning("session %s goes on: its owner %s is gone", head.session_id, head.owner)
                 await self.start(command)
-
-    async def _orphans(self, storage: Storage) -> list[Head]:
-        found = []
-        for sid in await storage.active_ids():
-            read = await storage.checkpoints.read(sid) if sid not in self._live else None
-            kind, namespace, actor = f"{read[0].owner if read is not None else ''}::".split(":", 2)
-            if read is not None and (kind, namespace) == ("ray", self._namespace):
-                try:
-                    await asyncio.to_thread(ray.get_actor, actor.removesuffix("::"), self._namespace)
-                except ValueError:
-                    found.append(read[0])
-        return found
 
     async def _look_after(self) -> None:
         """Looks whether actors that run something still beat, and whether the pool is still wanted."""
@@ -317,10 +286,14 @@ class SupervisorHost:
 
     def _told_apart(self, command: Command) -> Command:
         """A child of what was cancelled is cancelled from the start; whoever goes on with a session clears it."""
-        if command.verb != "child":
-            self._tombstones.pop(command.session_id, None)
-            return command
-        reason = self._tombstones.get(command.session_id) or self._tombstones.get(command.parent or "")
+        if command.parent is not None:
+            self._tombstones.know(command.session_id, command.parent)
+        if command.verb != "child" and not command.recover:
+            self._tombstones.clear(command.session_id)
+        return self._if_cancelled(command)
+
+    def _if_cancelled(self, command: Command) -> Command:
+        reason = self._tombstones.over(command.session_id)
         return command if reason is None else replace(command, cancelled=reason)
 
     async def join(self, key: CommandKey) -> Outcome:
@@ -342,20 +315,15 @@ class SupervisorHost:
             return None
         return None if run.actor is None else run.actor.handle
 
-    async def actor_of(self, session_id: str) -> Any:
-        """The handle of the actor that runs the session, or ran it last."""
-        run = self._live.get(session_id) or next(
-            (run for run in reversed(list(self._runs.values())) if run.command.session_id == session_id), None
-        )
-        return None if run is None or run.actor is None else run.actor.handle
+    async def actor_of(self, session_id: str, after: int, wait: bool) -> tuple[Any, int]:  # noqa: FBT001  # a message
+        """The session's actor and its placement's number, see Directory; while it runs, whatever `after` says."""
+        await self._known()
+        return await self._directory.find(session_id, 0 if session_id in self._live else after, wait=wait)
 
     async def cancel(self, session_id: str, reason: str, timeout: float | None) -> Outcome | None:
         """Cancels what the session runs or waits to run; None when it has nothing here."""
         await self._known()
-        self._tombstones[session_id] = reason or "cancelled"
-        self._tombstones.move_to_end(session_id)
-        while len(self._tombstones) > KEPT_TOMBSTONES:
-            self._tombstones.popitem(last=False)
+        self._tombstones.put(session_id, reason or "cancelled")
         waiting = [run for run in self._queue if run.command.session_id == session_id]
         for run in waiting:
             run.command = replace(run.command, cancelled=reason)
@@ -458,6 +426,7 @@ class SupervisorHost:
         for run in sorted(self._queue, key=lambda queued: not queued.command.first):
             if run.command.session_id in self._live:
                 continue
+            run.command = self._if_cancelled(run.command)
             slot = self._session_pool.take(beyond=run.command.first)
             if slot is None:
                 return
@@ -468,6 +437,7 @@ class SupervisorHost:
         self._live[run.command.session_id] = run
         run.slot = slot
         run.placed.set()
+        self._directory.place(run.command.session_id, slot.client.handle)
         self._spawn(self._drive(run, slot))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -533,23 +503,6 @@ async def _outcome_of(slot: Slot, command: Command) -> Outcome:
     finally:
         stuck.cancel()
         call.cancel()
-
-
-def _command_for(head: Head, paths: tuple[str, ...]) -> Command:
-    """What goes on with a session whose owner is gone, under the name that whoever waits for it knows."""
-    sid = head.session_id
-    if head.parent is not None:
-        request = child_request(sid)
-        return Command(request, sid, "child", recover=True, rebuilt=True, parent=head.parent, paths=paths)
-    request = head.claim.request_id if head.claim is not None else f"recover:{head.epoch}"
-    return Command(request, sid, "resume", recover=True, rebuilt=True, paths=paths)
-
-
-def _actors_of(namespace: str) -> list[str]:
-    """Names of the pool's actors that live."""
-    named: Any = ray.util.list_named_actors(all_namespaces=True)  # dicts, then
-    mine = [str(entry["name"]) for entry in named if entry["namespace"] == namespace]
-    return [name for name in mine if name.startswith((SESSION_ACTOR, SANDBOX_ACTOR))]
 
 
 def default_size(resources: Mapping[str, float]) -> int:

@@ -15,7 +15,7 @@ from greenroom.runtime.errors import ClusterError, ConfigError, GreenroomError
 from greenroom.runtime.events import Event
 from greenroom.runtime.results import RunResult
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a value of this module changes its meaning; both sides must agree."""
 
 SUPERVISOR = "greenroom-supervisor"
@@ -158,11 +158,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    """A page of a session's events: those from a position on, where to go on, how many were missed."""
+    """A page of a session's events: those from a position on, where to go on, how many were missed.
+
+    running: whether the session runs where they come from, so that more may follow.
+    """
 
     events: tuple[Event, ...]
     position: int
     missed: int
+    running: bool
 
 
 @dataclass(frozen=True, slots=True)

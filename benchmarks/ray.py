@@ -1,7 +1,7 @@
 """What the Ray edition takes: activation, throughput, a fan-out, cancelling a tree, recoveries, a killed batch.
 
 One JSON line per figure; every ratio is of one run. `python benchmarks/ray.py [PART ...]` runs some of: activation
-throughput fanout cancel recovery batch. A folder of its own, a local Ray of its own; nothing is left behind.
+throughput channel fanout cancel recovery batch. A folder of its own, a local Ray of its own; nothing is left behind.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import psutil
 import ray
 
 from greenroom import AgentConfig, PoolConfig, RunStatus, Scripted, SubAgent, ToolRegistry, connect
+from greenroom.actors.channel import Channel, Mailbox
 from greenroom.actors.client import RayRuntime
 from greenroom.actors.cluster import ensure_ray
 from greenroom.actors.session import SessionActor
@@ -146,6 +147,34 @@ async def throughput(folder: str) -> None:
                 failed=failed,
                 cpu_ms_per_session=per,
             )
+
+
+class Echo(Mailbox):
+    """An actor that does nothing but answer."""
+
+    async def echo(self, value: int) -> int:
+        return value
+
+
+async def channel(_: str) -> None:
+    """Calls to one actor, many under way: each directly, against the channel's mailbox."""
+    remote: Any = ray.remote
+    handle = remote(num_cpus=0, max_concurrency=100_000)(Echo).remote()
+    for under_way in (1, 32, 128):
+        rates, slots = {}, asyncio.Semaphore(under_way)
+
+        async def one(way: Channel, number: int, slots: asyncio.Semaphore = slots) -> None:
+            async with slots:
+                assert await way.call("echo", number) == number
+
+        for name, way in (("direct", Channel(handle, direct=under_way)), ("channel", Channel(handle))):
+            await asyncio.gather(*(one(way, number) for number in range(under_way)))
+            began, count = time.perf_counter(), 200 if under_way == 1 else 3000
+            await asyncio.gather(*(one(way, number) for number in range(count)))
+            rates[name] = count / (time.perf_counter() - began)
+        ratio = rates["channel"] / rates["direct"]
+        per_second = {name: round(rate) for name, rate in rates.items()}
+        say("calls to one actor", under_way=under_way, per_second=per_second, channel_per_direct=round(ratio, 2))
 
 
 async def fanout(folder: str) -> None:
@@ -338,6 +367,7 @@ async def batch(folder: str) -> None:
 PARTS: dict[str, Callable[[str], Awaitable[None]]] = {
     "activation": activation,
     "throughput": throughput,
+    "channel": channel,
     "fanout": fanout,
     "cancel": cancel,
     "recovery": recovery,
