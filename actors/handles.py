@@ -30,7 +30,7 @@ from greenroom.actors.wire import (
     UnknownCommand,
 )
 from greenroom.runtime.agents import AgentPacket
-from greenroom.runtime.calls import CallRef, SandboxSpec
+from greenroom.runtime.calls import CallBounds, CallRef, SandboxSpec
 from greenroom.runtime.errors import ClusterError, SandboxDied
 from greenroom.runtime.operations import Operation, OperationResult
 
@@ -141,6 +141,16 @@ class SupervisorClient:
 
     async def tell_tokens(self, session_id: str, used: int) -> None:
         await self._ask("tell_tokens", session_id, used)
+
+    async def begin_turn(self, ticket: str, owner: str, bounds: CallBounds) -> None:
+        """Waits until the ticket has its turn at a model's endpoint, as long as it takes."""
+        await self._ask("begin_turn", ticket, owner, bounds, within=None)
+
+    async def end_turn(self, ticket: str) -> None:
+        await self._ask("end_turn", ticket)
+
+    async def hold_turns(self, bounds: CallBounds, seconds: float) -> None:
+        await self._ask("hold_turns", bounds, seconds)
 
     async def close_sandbox(self, root: str) -> None:
         """Ends a tree's sandbox, if it is open."""

@@ -43,6 +43,7 @@ class Slot:
     for too long.
     """
 
+    name: str
     client: SessionActorClient
     uses: int = 0
     beat: float = field(default_factory=time.monotonic)
@@ -80,9 +81,9 @@ class SessionPool:
         while len(self._idle) < self._config.min_idle and len(self.slots) < self.size:
             self._idle.insert(0, self._start())  # the coldest: it is taken last
 
-    def adopt(self, handle: Any, *, busy: bool) -> Slot:
+    def adopt(self, handle: Any, name: str, *, busy: bool) -> Slot:
         """Takes in an actor that another Supervisor has started."""
-        slot = Slot(SessionActorClient(handle))
+        slot = Slot(name, SessionActorClient(handle))
         self.slots.add(slot)
         if not busy:
             self._idle.append(slot)
@@ -142,7 +143,7 @@ class SessionPool:
             name, self._namespace, self._store
         )
         handle.pid.remote()  # its first call: the process imports what it needs before it is needed
-        slot = Slot(SessionActorClient(handle))
+        slot = Slot(name, SessionActorClient(handle))
         self.slots.add(slot)
         return slot
 

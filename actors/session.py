@@ -8,11 +8,15 @@ whatever happens comes back as a value.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import platform
 import sys
 import time
+import uuid
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,12 +27,12 @@ from greenroom.actors.handles import SandboxActorClient, SupervisorClient
 from greenroom.actors.wire import SUPERVISOR, Command, CommandKey, EventPage, Outcome, SessionReport, child_request
 from greenroom.runtime.agents import AgentPacket
 from greenroom.runtime.budget import used_by_tree
-from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.calls import CallBounds, SandboxSpec
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.children import create_child, run_child, time_left
 from greenroom.runtime.clock import RandomIds, SystemClock
 from greenroom.runtime.config import AgentConfig
-from greenroom.runtime.errors import ClusterError, GreenroomError, RunFailed, SessionBusy
+from greenroom.runtime.errors import ClusterError, GreenroomError, PreflightError, RunFailed, SessionBusy
 from greenroom.runtime.host import Host
 from greenroom.runtime.ids import root_of
 from greenroom.runtime.ports import Children
@@ -146,6 +150,8 @@ class SessionHost:
             driver = self._driver(command.session_id)
             driver.agent = await host.shelf.get(command.agent) if command.agent is not None else None
             return Outcome(await self._verb(driver, command, token))
+        except PreflightError as error:
+            return Outcome(error=PreflightError(f"on node {_this_node()}: {error.message}", hint=error.hint))
         except GreenroomError as error:
             return Outcome(error=error)
         except Exception as error:  # a mistake of ours must not look like the actor's death
@@ -222,19 +228,23 @@ class SessionHost:
         if self._host is None:
             self._supervisor = SupervisorClient.find(SUPERVISOR, self._namespace)
             storage = Storage.open(self._store)
-            remote = _Remote(self._supervisor)
+            remote = _Remote(self._supervisor, self._name)
             self._host = remote.host = Host(
                 storage=storage,
                 sandboxes=remote,
                 children=remote,
                 clock=SystemClock(),
                 ids=RandomIds(),
-                shelf=AgentShelf(storage, self._fetch_agent),
+                shelf=AgentShelf(storage, self._fetch_agent, remote),
                 owner=f"ray:{self._namespace}:{self._name}",
                 tasks=ToolTasks(RandomIds(), SystemClock(), outlive_runs=False),
                 budgets=remote,
             )
         return self._host
+
+
+def _this_node() -> str:
+    return f"{platform.node()} ({ray.util.get_node_ip_address()})"
 
 
 def add_paths(paths: Iterable[str]) -> None:
@@ -245,12 +255,32 @@ def add_paths(paths: Iterable[str]) -> None:
 
 
 class _Remote:
-    """The ports that lead out of the process: the tree's sandbox, children and budget, through the Supervisor."""
+    """The ports that lead out of the process, through the Supervisor: sandbox, children, budget, turns at a model."""
 
     host: Host
 
-    def __init__(self, supervisor: SupervisorClient) -> None:
+    def __init__(self, supervisor: SupervisorClient, name: str) -> None:
         self._supervisor = supervisor
+        self._name = name
+        self._sending: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def place(self, bounds: CallBounds) -> AsyncIterator[None]:
+        ticket = uuid.uuid4().hex
+        try:
+            await self._supervisor.begin_turn(ticket, self._name, bounds)
+            yield
+        finally:
+            self._send(self._supervisor.end_turn(ticket))
+
+    def hold(self, bounds: CallBounds, seconds: float) -> None:
+        self._send(self._supervisor.hold_turns(bounds, seconds))
+
+    def _send(self, message: Coroutine[Any, Any, None]) -> None:
+        """Nobody waits for it."""
+        task = asyncio.get_running_loop().create_task(_if_possible(message))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
     async def get(self, root: str, spec: SandboxSpec) -> SandboxActorClient:
         return SandboxActorClient(await self._supervisor.sandbox_for(root, spec))
@@ -316,6 +346,11 @@ class _RemoteChildren:
         outcome = await self._supervisor.cancel(child_id, reason, None)
         if outcome is None and await self._host.storage.checkpoints.read(child_id) is not None:
             await SessionDriver(child_id, self._host).cancel(reason, None)
+
+
+async def _if_possible(message: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(ClusterError):
+        await message
 
 
 def _not_yet(session_id: str, timeout: float | None) -> SessionBusy:

@@ -28,6 +28,7 @@ from greenroom.actors.packets import Packets
 from greenroom.actors.pool import SandboxPool, SessionPool, Slot
 from greenroom.actors.takeover import command_for, find_orphans, pool_actors
 from greenroom.actors.tombstones import Tombstones
+from greenroom.actors.turns import Turns
 from greenroom.actors.wire import (
     Command,
     CommandKey,
@@ -41,7 +42,7 @@ from greenroom.actors.wire import (
     UnknownCommand,
 )
 from greenroom.runtime.budget import TokenLedger
-from greenroom.runtime.calls import SandboxSpec
+from greenroom.runtime.calls import CallBounds, SandboxSpec
 from greenroom.runtime.errors import ClusterError, PoolMismatch, RequestConflict, RunFailed, SessionBusy
 from greenroom.runtime.ids import root_of
 from greenroom.runtime.storage.storage import Storage
@@ -133,6 +134,7 @@ class SupervisorHost(Mailbox):
         self._queue: deque[_Run] = deque()
         self._live: dict[str, _Run] = {}
         self._ledger = TokenLedger()
+        self._turns = Turns()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- handshake and agents
@@ -204,7 +206,7 @@ class SupervisorHost(Mailbox):
             self._sandbox_pool.adopt(handle, report)
             return
         assert isinstance(report, SessionReport)
-        slot = self._session_pool.adopt(handle, busy=bool(report.running))
+        slot = self._session_pool.adopt(handle, report.name, busy=bool(report.running))
         for command in report.running:
             if command.parent is not None:
                 self._tombstones.know(command.session_id, command.parent)
@@ -381,6 +383,17 @@ class SupervisorHost(Mailbox):
     async def tell_tokens(self, session_id: str, used: int) -> None:
         self._ledger.tell(session_id, used)
 
+    # -- calls of models
+
+    async def begin_turn(self, ticket: str, owner: str, bounds: CallBounds) -> None:
+        await self._turns.begin(ticket, owner, bounds)
+
+    async def end_turn(self, ticket: str) -> None:
+        self._turns.end(ticket)
+
+    async def hold_turns(self, bounds: CallBounds, seconds: float) -> None:
+        self._turns.hold(bounds, seconds)
+
     # -- the pool
 
     async def status(self) -> PoolStatus:
@@ -455,7 +468,7 @@ class SupervisorHost(Mailbox):
                     await asyncio.sleep(SILENCE_PAUSE)  # it joins the run when it answers again
             self._session_pool.give_back(slot)
         except ActorLost:
-            self._session_pool.lost(slot)
+            self._lost(slot)
             run.recoveries += 1
             if run.recoveries > MAX_RECOVERIES:
                 outcome = Outcome(
@@ -465,7 +478,7 @@ class SupervisorHost(Mailbox):
                     )
                 )
         except ClusterError as error:
-            self._session_pool.lost(slot)
+            self._lost(slot)
             outcome = Outcome(error=error)
         del self._live[run.command.session_id]
         if outcome is None:
@@ -477,6 +490,10 @@ class SupervisorHost(Mailbox):
             run.outcome.set_result(outcome)
             self._forget_oldest(run)
             self._pump()
+
+    def _lost(self, slot: Slot) -> None:
+        self._session_pool.lost(slot)
+        self._turns.drop(slot.name)
 
     def _forget_oldest(self, finished: _Run) -> None:
         """Keeps a bounded number of outcomes, the latest."""

@@ -31,6 +31,15 @@ class ToolSchema:
 
 
 @dataclass(frozen=True, slots=True)
+class CallBounds:
+    """How many calls an endpoint gets at once, and how many begin in a minute; None for no bound."""
+
+    endpoint: str
+    max_concurrent: int | None
+    requests_per_minute: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRequest:
     """One model call; `call_no` counts the model calls this session has made before, failed ones included."""
 

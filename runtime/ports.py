@@ -7,10 +7,12 @@ nothing else.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from greenroom.runtime.calls import (
+    CallBounds,
     CallRef,
     ExecResult,
     JobState,
@@ -47,6 +49,25 @@ class LlmProvider(Protocol):
     def stream(self, request: ModelRequest, cancel: CancelToken) -> AsyncIterator[Delta]:
         """Deltas of one reply, the last a MessageDelta; raises ProviderError. Closing the iterator ends the call."""
         ...
+
+
+class SharedTurns(Protocol):
+    """Turns at an endpoint that several processes call."""
+
+    def place(self, bounds: CallBounds) -> AbstractAsyncContextManager[None]:
+        """Held by a call from its start to its end; waits for its turn."""
+        ...
+
+    def hold(self, bounds: CallBounds, seconds: float) -> None:
+        """The endpoint asks for so much time before the next call."""
+        ...
+
+
+@runtime_checkable
+class SharesTurns(Protocol):
+    """A provider whose bounds can be kept for several processes at once."""
+
+    def share(self, turns: SharedTurns) -> None: ...
 
 
 class ObjectStore(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from greenroom.runtime.agents import AgentPacket, decode_document, encode_document, pack, subagent_digests, unpack
 from greenroom.runtime.config import AgentConfig
 from greenroom.runtime.errors import AgentUnavailable
+from greenroom.runtime.ports import SharedTurns, SharesTurns
 from greenroom.runtime.storage.storage import Storage
 
 KEPT_AGENTS = 256
@@ -21,11 +22,13 @@ class AgentShelf:
     """`fetch`: asks whoever keeps packets with local parts, before the store is asked.
 
     Its second argument: whether to wait a while for one that is not there, when the store's alone does not do.
+    turns: shared by the models of all agents that are taken from here, where they can share theirs.
     """
 
-    def __init__(self, storage: Storage, fetch: Fetch | None = None) -> None:
+    def __init__(self, storage: Storage, fetch: Fetch | None = None, turns: SharedTurns | None = None) -> None:
         self._storage = storage
         self._fetch = fetch
+        self._turns = turns
         self._agents: OrderedDict[str, AgentConfig] = OrderedDict()
 
     async def put(self, agent: AgentConfig) -> str:
@@ -39,6 +42,10 @@ class AgentShelf:
 
     def keep(self, digest: str, agent: AgentConfig) -> None:
         """Holds an agent in this process alone."""
+        if self._turns is not None:
+            for provider in agent.providers:
+                if isinstance(provider, SharesTurns):
+                    provider.share(self._turns)
         self._agents[digest] = agent
         self._agents.move_to_end(digest)
         while len(self._agents) > KEPT_AGENTS:

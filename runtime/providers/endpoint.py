@@ -12,13 +12,15 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from greenroom.runtime.calls import ModelRequest
+from greenroom.runtime.calls import CallBounds, ModelRequest
 from greenroom.runtime.cancel import CancelToken
 from greenroom.runtime.errors import ConfigError, PreflightError, ProviderError
 from greenroom.runtime.messages import Delta, clean
+from greenroom.runtime.ports import SharedTurns
 from greenroom.runtime.providers.failures import broken_stream, error_of_response
 from greenroom.runtime.providers.throttle import Throttle
 from greenroom.runtime.results import FailureKind
@@ -51,8 +53,9 @@ class Endpoint(ABC):
     """Base of the providers that speak HTTP.
 
     base_url: checked here; api_key_env: the variable that holds the key, read at each call; only its name is ever
-    stored. max_concurrent: calls at once from this process; requests_per_minute: starts of calls from this process;
-    total_timeout: seconds for one reply, 0 for no limit; needs_key: a run without a key is refused before it begins.
+    stored. max_concurrent: calls at once; requests_per_minute: starts of calls; of this process, on Ray of the whole
+    pool. total_timeout: seconds for one reply, 0 for no limit; needs_key: a run without a key is refused before it
+    begins.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Endpoint(ABC):
         self.requests_per_minute = requests_per_minute
         self.total_timeout = total_timeout
         self.needs_key = needs_key
+        self._shared: SharedTurns | None = None
         self._lines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = weakref.WeakKeyDictionary()
 
     # -- what a dialect adds
@@ -122,7 +126,7 @@ class Endpoint(ABC):
         headers = {"content-type": "application/json", **self.headers(self.key())}
         try:
             async with (
-                line.throttle.place(),
+                self._turn(line),
                 line.client.stream("POST", self.url(), content=content, headers=headers) as response,
             ):
                 if response.status_code >= 400:
@@ -163,6 +167,24 @@ class Endpoint(ABC):
             "needs_key": self.needs_key,
         }
 
+    def share(self, turns: SharedTurns) -> None:
+        """From now on the bounds hold for all processes that share these turns."""
+        if self.max_concurrent is not None or self.requests_per_minute is not None:
+            self._shared = turns
+
+    @property
+    def _bounds(self) -> CallBounds:
+        return CallBounds(f"{self.base_url} {self.api_key_env}", self.max_concurrent, self.requests_per_minute)
+
+    @asynccontextmanager
+    async def _turn(self, line: _Line) -> AsyncIterator[None]:
+        async with line.throttle.place():
+            if self._shared is None:
+                yield
+            else:
+                async with self._shared.place(self._bounds):
+                    yield
+
     def _line(self) -> _Line:
         import httpx
 
@@ -193,6 +215,8 @@ class Endpoint(ABC):
         error = error_of_response(await response.aread(), response.status_code, wait)
         if wait is not None and error.retryable:
             line.throttle.hold(wait)
+            if self._shared is not None:
+                self._shared.hold(self._bounds, wait)
         return error
 
     def _transport_error(self, error: httpx.HTTPError, *, emitted: bool) -> ProviderError:

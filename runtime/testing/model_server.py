@@ -16,12 +16,16 @@ HANG = b"\0hang"
 
 @dataclass(slots=True)
 class Answer:
-    """What one request gets: a status, headers, and the body in pieces; cut: the connection breaks before its end."""
+    """What one request gets: a status, headers, and the body in pieces; cut: the connection breaks before its end.
+
+    after: seconds until it begins.
+    """
 
     pieces: Iterable[bytes]
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     cut: bool = False
+    after: float = 0.0
 
 
 @dataclass(slots=True)
@@ -81,6 +85,7 @@ async def _answer_one(made: ModelServer, reader: asyncio.StreamReader, writer: a
     made.most_at_once = max(made.most_at_once, made.busy)
     try:
         answer = made.answers.pop(0)
+        await asyncio.sleep(answer.after)
         lines = [f"HTTP/1.1 {answer.status} Status", "transfer-encoding: chunked"]
         lines += [f"{name}: {value}" for name, value in answer.headers.items()]
         writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
