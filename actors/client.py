@@ -343,9 +343,12 @@ class RaySession(BlockingSession):
             answered = await store.answered_cancel(request_id)
             if answered is not None:
                 return answered
-        outcome = await self._runtime.supervisor().cancel(self.id, reason, timeout)
+        supervisor = self._runtime.supervisor()
+        repeats = supervisor.repeats
+        outcome = await supervisor.cancel(self.id, reason, timeout)
         if outcome is None:
-            return await store.cancel(reason, timeout, request_id=request_id)
+            again = supervisor.repeats > repeats
+            return await store.cancel(reason, timeout, request_id=request_id, again=again)
         result = outcome.unwrap()
         if request_id is not None and result is not None:
             await store.keep_cancel(request_id, result)

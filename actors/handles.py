@@ -42,9 +42,10 @@ SANDBOX_TIMEOUT = 1800.0
 
 
 class SupervisorClient:
-    """The Supervisor of a namespace."""
+    """The Supervisor of a namespace; repeats: calls that had to be made again, the first may have been carried out."""
 
     def __init__(self, handle: Any) -> None:
+        self.repeats = 0
         self._handle = handle
         self._channel = Channel(handle)
 
@@ -173,6 +174,7 @@ class SupervisorClient:
             except ActorSilent:
                 if time.monotonic() > deadline:
                     raise
+                self.repeats += 1
                 await asyncio.sleep(SILENCE_PAUSE)
 
 

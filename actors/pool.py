@@ -33,6 +33,11 @@ RETIRE_AFTER = 5.0
 END_WAIT = 4.0
 """Seconds that an actor gets to close what its agents hold open."""
 
+PLACE, NO_PLACE = 0.99, 0.0001
+"""What an actor takes of its node's slot resource. Of up to 99 units, as many actors have a place; and beside them all
+there is room for children and recoveries on the same nodes, which nobody may wait for.
+"""
+
 MAX_USES = 1000
 """Sessions an actor serves before it is replaced."""
 
@@ -40,11 +45,12 @@ MAX_USES = 1000
 @dataclass(slots=True, eq=False)
 class Slot:
     """A session actor; beat: monotonic seconds of the last beat of its run loop that is known; stuck: there was none
-    for too long.
+    for too long; extra: it takes no place of its node, and serves only who cannot wait for one.
     """
 
     name: str
     client: SessionActorClient
+    extra: bool = False
     uses: int = 0
     beat: float = field(default_factory=time.monotonic)
     stuck: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,7 +85,7 @@ class SessionPool:
     def fill(self) -> None:
         """Keeps warm ones ready, within the size; they come up by themselves."""
         while len(self._idle) < self._config.min_idle and len(self.slots) < self.size:
-            self._idle.insert(0, self._start())  # the coldest: it is taken last
+            self._idle.insert(0, self._start(extra=False))  # the coldest: it is taken last
 
     def adopt(self, handle: Any, name: str, *, busy: bool) -> Slot:
         """Takes in an actor that another Supervisor has started."""
@@ -94,7 +100,11 @@ class SessionPool:
         """An idle actor, the warmest first, while fewer than the pool's size are busy; with `beyond` always one."""
         if not beyond and self.busy >= self.size:
             return None
-        slot = self._idle.pop() if self._idle else self._start()
+        slot = next((slot for slot in reversed(self._idle) if beyond or not slot.extra), None)
+        if slot is None:
+            slot = self._start(extra=beyond and self._config.slot_resource is not None)
+        else:
+            self._idle.remove(slot)
         slot.beat = time.monotonic()
         self.fill()
         return slot
@@ -107,7 +117,7 @@ class SessionPool:
         self._let_go_later(slot)
 
     def _let_go_later(self, slot: Slot) -> None:
-        needed = slot.uses < MAX_USES and len(self.slots) <= self.size
+        needed = slot.uses < MAX_USES and len(self.slots) <= self.size and not slot.extra
         wait = max(RETIRE_AFTER, self._config.idle_after) if needed else RETIRE_AFTER
         asyncio.get_running_loop().call_later(wait, self._retire, slot, slot.uses)
 
@@ -117,7 +127,7 @@ class SessionPool:
             return
         if slot.uses >= MAX_USES:
             self.lost(slot)
-        elif slot in self._idle and (self.idle > self._config.min_idle or len(self.slots) > self.size):
+        elif slot in self._idle and (self.idle > self._config.min_idle or len(self.slots) > self.size or slot.extra):
             self._idle.remove(slot)
             self.slots.discard(slot)
             self._ending.add(task := asyncio.get_running_loop().create_task(_end(slot)))
@@ -134,16 +144,16 @@ class SessionPool:
         self.slots.clear()
         self._idle.clear()
 
-    def _start(self) -> Slot:
+    def _start(self, *, extra: bool) -> Slot:
         self._count += 1
         name = f"{SESSION_ACTOR}{self._incarnation}-{self._count}"
         resource = self._config.slot_resource
-        capped = {"resources": {resource: 1}} if resource is not None and len(self.slots) < self.size else {}
+        capped = {} if resource is None else {"resources": {resource: NO_PLACE if extra else PLACE}}
         handle: Any = SessionActor.options(name=name, namespace=self._namespace, lifetime="detached", **capped).remote(
             name, self._namespace, self._store
         )
         handle.pid.remote()  # its first call: the process imports what it needs before it is needed
-        slot = Slot(name, SessionActorClient(handle))
+        slot = Slot(name, SessionActorClient(handle), extra)
         self.slots.add(slot)
         return slot
 
@@ -161,11 +171,12 @@ class SandboxPool:
     `size`: how many trees that run nothing keep theirs open; beyond it the longest unused one changes hands.
     """
 
-    def __init__(self, namespace: str, incarnation: str, store: str, size: int) -> None:
+    def __init__(self, namespace: str, incarnation: str, store: str, size: int, slot_resource: str | None) -> None:
         self._namespace = namespace
         self._incarnation = incarnation
         self._store = store
         self._size = size
+        self._nodes = {} if slot_resource is None else {"resources": {slot_resource: NO_PLACE}}
         self._count = 0
         self._open: OrderedDict[str, SandboxInfo] = OrderedDict()
         self._spare: list[Any] = []
@@ -258,7 +269,8 @@ class SandboxPool:
     def _start(self) -> Any:
         self._count += 1
         name = f"{SANDBOX_ACTOR}{self._incarnation}-{self._count}"
-        actor: Any = SandboxActor.options(name=name, namespace=self._namespace, lifetime="detached").remote(self._store)
+        options = {"name": name, "namespace": self._namespace, "lifetime": "detached", **self._nodes}
+        actor: Any = SandboxActor.options(**options).remote(self._store)
         actor.pid.remote()  # its first call: the process imports what it needs before it is needed
         self.started.append(actor)
         return actor

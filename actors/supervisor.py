@@ -119,10 +119,11 @@ class SupervisorHost(Mailbox):
         self._hello = hello
         self._pool = pool
         self._incarnation = uuid.uuid4().hex[:8]
-        size = pool.session_actors or default_size(ray.cluster_resources())
+        size = pool.session_actors or default_size(ray.cluster_resources(), pool.slot_resource)
         self._session_pool = SessionPool(namespace, self._incarnation, hello.store, size, pool)
-        self._sandbox_pool = SandboxPool(namespace, self._incarnation, hello.store, size)
+        self._sandbox_pool = SandboxPool(namespace, self._incarnation, hello.store, size, pool.slot_resource)
         self._rebuilding: asyncio.Task[None] | None = None
+        self._recovering: asyncio.Task[None] | None = None
         self._storage: Storage | None = None
         self._clients: dict[str, float] = {}
         self._last_used = time.monotonic()
@@ -182,7 +183,7 @@ class SupervisorHost(Mailbox):
     async def _rebuild(self) -> None:
         names = await asyncio.to_thread(pool_actors, self._namespace)
         await asyncio.gather(*(self._take_in(name) for name in names))
-        self._spawn(self._recover_orphans())
+        self._recovering = self._spawn(self._recover_orphans())
         self._spawn(self._look_after())
 
     async def _take_in(self, name: str) -> None:
@@ -220,7 +221,8 @@ class SupervisorHost(Mailbox):
             self._storage = Storage.open(self._hello.store)
         while True:
             try:
-                orphans = await find_orphans(self._storage, self._namespace, self._live)
+                actors = {slot.name for slot in self._session_pool.slots}
+                orphans = await find_orphans(self._storage, self._namespace, actors)
                 break
             except Exception as error:  # the store is away: it is asked until it answers
                 log.warning("cannot look for sessions that nobody runs: %s", error)
@@ -326,6 +328,8 @@ class SupervisorHost(Mailbox):
         """Cancels what the session runs or waits to run; None when it has nothing here."""
         await self._known()
         self._tombstones.put(session_id, reason or "cancelled")
+        if self._recovering is not None and session_id not in self._live:  # its owner may be among the dead
+            await asyncio.wait([self._recovering], timeout=timeout)
         waiting = [run for run in self._queue if run.command.session_id == session_id]
         for run in waiting:
             run.command = replace(run.command, cancelled=reason)
@@ -453,10 +457,11 @@ class SupervisorHost(Mailbox):
         self._directory.place(run.command.session_id, slot.client.handle)
         self._spawn(self._drive(run, slot))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _drive(self, run: _Run, slot: Slot) -> None:
         outcome: Outcome | None = None
@@ -522,8 +527,13 @@ async def _outcome_of(slot: Slot, command: Command) -> Outcome:
         call.cancel()
 
 
-def default_size(resources: Mapping[str, float]) -> int:
-    """Sessions that a cluster with these resources lets live at once: four a CPU, and half its memory."""
+def default_size(resources: Mapping[str, float], slot_resource: str | None = None) -> int:
+    """Sessions that a cluster with these resources lets live at once: four a CPU, and half its memory.
+
+    slot_resource: where nodes tell how many they take, that counts.
+    """
+    if slot_resource is not None and resources.get(slot_resource, 0) >= 1:
+        return int(resources[slot_resource])
     by_memory = int(resources.get("memory", 0) / 2 / ACTOR_BYTES) or MAX_SIZE
     return max(2, min(MAX_SIZE, 4 * int(resources.get("CPU", 1)), by_memory))
 

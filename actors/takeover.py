@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Container
 from typing import Any
 
@@ -14,17 +13,14 @@ from greenroom.runtime.storage.head import Head
 from greenroom.runtime.storage.storage import Storage
 
 
-async def find_orphans(storage: Storage, namespace: str, live: Container[str]) -> list[Head]:
-    """Heads of active sessions whose owner was an actor of this namespace and is there no more."""
+async def find_orphans(storage: Storage, namespace: str, actors: Container[str]) -> list[Head]:
+    """Heads of active sessions whose owner was an actor of this namespace and is none of those that live."""
     found = []
     for sid in await storage.active_ids():
-        read = await storage.checkpoints.read(sid) if sid not in live else None
+        read = await storage.checkpoints.read(sid)
         kind, owned_in, actor = f"{read[0].owner if read is not None else ''}::".split(":", 2)
-        if read is not None and (kind, owned_in) == ("ray", namespace):
-            try:
-                await asyncio.to_thread(ray.get_actor, actor.removesuffix("::"), namespace)
-            except ValueError:
-                found.append(read[0])
+        if read is not None and (kind, owned_in) == ("ray", namespace) and actor.removesuffix("::") not in actors:
+            found.append(read[0])
     return found
 
 

@@ -39,7 +39,8 @@ class PoolConfig:
     actor of their own, which ends with them. min_idle: warm session actors kept ready; idle_after: until an idle one
     beyond that ends. idle_shutdown: without a client and without work until the whole pool ends, 0 for never.
     stuck_after: without a beat of an actor's run loop until it is taken for dead. slot_resource: a custom resource of
-    Ray of which each session actor takes one, so that nodes can cap them.
+    Ray that names the nodes where sessions run, and how many root sessions (up to 99) each of them takes; the pool's
+    own size is then the sum of those that are there, so give session_actors where nodes are to be added.
     """
 
     session_actors: int | None = None

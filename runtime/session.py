@@ -143,17 +143,19 @@ class SessionDriver:
         *,
         request_id: str | None = None,
         hard: bool = False,
+        again: bool = False,
     ) -> RunResult | None:
         """Parks the run wherever it is, and everything below it; None when there is nothing to cancel.
 
         With a request_id, asking again gives the parked result again, also after the session has gone on. hard: tools
-        get no time to clean up. Raises SessionBusy when it has not parked after `timeout` seconds; the cancellation
+        get no time to clean up. again: it may have been asked before without an answer: what is parked by now is the
+        answer. Raises SessionBusy when it has not parked after `timeout` seconds; the cancellation
         goes on.
         """
         answered = await self.answered_cancel(request_id) if request_id is not None else None
         if answered is not None:
             return answered
-        active, asked = self._active, request_id is not None or bool(self._tokens)
+        active, asked = self._active, again or request_id is not None or bool(self._tokens)
         self.tell_cancelled(reason, hard=hard)
         parking = asyncio.ensure_future(self._parked(active, reason, again=asked))
         self._parkings.add(parking)

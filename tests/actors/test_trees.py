@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
-from scenes import bash, call, calls, default_registry, results, scripted, tools
+from scenes import alive, bash, call, calls, default_registry, results, scripted, tools, until
 
-from greenroom import Limits, RunStatus, SubAgent, ToolContext
-from greenroom.actors.client import RayRuntime
+from greenroom import AgentConfig, Limits, RunResult, RunStatus, SubAgent, ToolContext
+from greenroom.actors.client import RayRuntime, RaySession
 from greenroom.testing import strict_history
 
 pytestmark = pytest.mark.ray
@@ -160,3 +163,103 @@ def test_more_parents_than_places_finish_on_one_cpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith(f"{[(n, 'parent says') for n in range(4)]}")
+
+
+def family(marker: str) -> AgentConfig:
+    """1 + 4 + 16; of each four leaves one is in bash, one waits for the sandbox, one for a model, one in a back-off."""
+
+    def leaf(name: str, *script: Any) -> AgentConfig:
+        return scripted(*script, name=name, sandbox=None)
+
+    leaves = {
+        "command": leaf("command", bash(f"sleep {marker}"), "x"),
+        "queue": leaf("queue", bash(f"sleep {marker}"), "x"),
+        "model": leaf("model", {"text": "x", "delay": 600}),
+        "wait": leaf("wait", {"error": {"kind": "provider_rate_limited", "retry_after": 600}}, "x"),
+    }
+    middle = scripted(
+        calls(*(call(name, task="t") for name in leaves)),
+        "x",
+        name="middle",
+        sandbox=None,
+        subagents={name: SubAgent(agent, parallel=True) for name, agent in leaves.items()},
+    )
+    return scripted(
+        calls(*(call("middle", task=str(n)) for n in range(4))),
+        "x",
+        subagents={"middle": SubAgent(middle, parallel=True)},
+    )
+
+
+async def whole_family(runtime: RayRuntime, marker: str) -> tuple[RaySession, asyncio.Task[RunResult]]:
+    """All 21 sessions under way."""
+    session = await runtime.create_session(family(marker))
+    run = asyncio.create_task(session.run("go"))
+    async with asyncio.timeout(120):
+        while sum(info.owner is not None for info in (await session.tree()).sessions()) < 21:
+            await asyncio.sleep(0.1)
+    await until(lambda: alive(f"sleep\0{marker}"), "a command runs")
+    return session, run
+
+
+async def assert_parked(runtime: RayRuntime, session: RaySession, marker: str) -> None:
+    infos = (await session.tree()).sessions()
+    assert [info.state for info in infos] == ["Interrupted"] * 21
+    assert alive(f"sleep\0{marker}") == []
+    for info in infos:
+        strict_history((await (await runtime.open(info.session_id)).transcript()).messages)
+
+
+async def test_a_cancelled_tree_of_three_levels_is_parked_whole(on_ray: RayRuntime) -> None:
+    marker = f"{600 + uuid.uuid4().int % 10**9}"
+    session, run = await whole_family(on_ray, marker)
+    began = time.monotonic()
+    result = await session.cancel("enough", timeout=60)
+    took = time.monotonic() - began
+    assert result is not None
+    assert result.status is RunStatus.cancelled
+    assert (await run).status is RunStatus.cancelled
+    await assert_parked(on_ray, session, marker)  # the answer is the acknowledgement of all of them
+    print(f"\ncancel of 21 sessions: {took * 1000:.0f} ms")
+
+
+async def test_a_cancelled_tree_is_parked_whole_though_its_owners_and_the_supervisor_die(on_ray: RayRuntime) -> None:
+    marker = f"{600 + uuid.uuid4().int % 10**9}"
+    session, run = await whole_family(on_ray, marker)
+    children = (await session.status()).children.values()
+    victims = []
+    for sid in [session.id, *list(children)[:2]]:
+        actor = await on_ray.supervisor().actor_of(sid)
+        assert actor is not None
+        victims.append(await actor.pid())
+    victims.append((await on_ray.pool_status()).supervisor_pid)
+    cancelling = asyncio.create_task(session.cancel("enough", timeout=60))
+    await asyncio.sleep(0.02)
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    result = await asyncio.wait_for(cancelling, 90)
+    assert result is not None
+    assert result.status is RunStatus.cancelled
+    assert (await asyncio.wait_for(run, 90)).status is RunStatus.cancelled
+    await assert_parked(on_ray, session, marker)
+
+
+async def test_nothing_begins_below_a_session_that_was_cancelled_meanwhile(on_ray: RayRuntime) -> None:
+    """The parent is cut off while it starts its children: those that come too late park, and run nothing."""
+    marker = f"{600 + uuid.uuid4().int % 10**9}"
+    child = scripted(bash(f"sleep {marker}"), "x", name="child", sandbox=None)
+    agent = scripted(
+        calls(*(call("child", task=str(n)) for n in range(8))), "x", subagents={"child": SubAgent(child, parallel=True)}
+    )
+    for pause in (0.0, 0.02, 0.05, 0.1):
+        session = await on_ray.create_session(agent)
+        run = asyncio.create_task(session.run("go"))
+        while (await session.status()).owner is None:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(pause)
+        await session.cancel("enough", timeout=60)
+        assert (await run).status is RunStatus.cancelled
+        await asyncio.sleep(0.5)
+        states = {info.state for info in (await session.tree()).sessions()}
+        assert states <= {"Interrupted", "Ready"}, "a child may be there that never began"
+        assert alive(f"sleep\0{marker}") == []
