@@ -49,6 +49,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 TERM_GRACE = 0.5  # seconds between TERM and KILL
+LOOK_AGAIN = 0.05  # seconds between two looks meanwhile at what has had no TERM yet
 STOP_PATIENCE = 2.0  # seconds in which everything has stopped, or is taken to have
 SPILL_FILES = 8  # the latest files of output that are kept
 WATCH_INTERVAL = 0.2  # seconds between two looks at the memory of all commands together
@@ -138,6 +139,7 @@ def mind(sock: socket.socket, request: dict[str, Any], output: int, script: int 
     if os.getppid() != parent:
         os._exit(0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # one that comes to the child too early waits for it
     gate_read, gate_write = os.pipe()  # carries an exec failure; closes by itself when exec works
     try:
         child = os.fork()
@@ -235,6 +237,8 @@ class Keeper:
         self.memory_bytes = memory_bytes
         self.minders: dict[int, str] = {}  # minder's pid -> command id
         self.doomed: dict[str, float] = {}  # command id -> when TERM becomes KILL
+        self.told: dict[str, set[int]] = {}  # of these, the pids that got their TERM
+        self.look_again = 0.0
         self.killed: set[str] = set()  # of these, whose tree was killed already
         self.temporary_files = 0
         self.next_look = 0.0
@@ -253,7 +257,7 @@ class Keeper:
             if self.memory_bytes and self.minders:
                 wait = WATCH_INTERVAL
             if self.doomed:
-                soonest = max(0.0, min(self.doomed.values()) - time.monotonic())
+                soonest = min(LOOK_AGAIN, max(0.0, min(self.doomed.values()) - time.monotonic()))
                 wait = soonest if wait is None else min(wait, soonest)
             readable, _, _ = select.select([self.sock.fileno(), wake_read], [], [], wait)
             if wake_read in readable:
@@ -363,15 +367,30 @@ class Keeper:
     def doom(self, command: str) -> None:
         for pid, owner in self.minders.items():
             if owner == command:
-                signal_all(Processes().below(pid), signal.SIGTERM)
                 self.doomed[command] = time.monotonic() + TERM_GRACE
+                self.told[command] = set()
+                self.tell(pid, command)
+                self.look_again = time.monotonic() + LOOK_AGAIN
                 return
         send(self.sock, {"gone": command})
 
+    def tell(self, minder: int, command: str) -> None:
+        """TERM to what has none yet: a command may be starting others, or be about to start, when it is doomed."""
+        fresh = [pid for pid in Processes().below(minder) if pid not in self.told[command]]
+        self.told[command].update(fresh)
+        signal_all(fresh, signal.SIGTERM)
+
     def execute_doomed(self) -> None:
         now = time.monotonic()
+        look = now >= self.look_again
+        if look:
+            self.look_again = now + LOOK_AGAIN
         for pid, command in list(self.minders.items()):
-            if self.doomed.get(command, now + 1) > now:
+            if command not in self.doomed:
+                continue
+            if self.doomed[command] > now:
+                if look:
+                    self.tell(pid, command)
                 continue
             kill_below(pid)
             if command in self.killed:  # its minder does not end by itself: a command has stopped it
@@ -403,6 +422,7 @@ class Keeper:
             if command is not None:
                 self.sweep()
                 self.doomed.pop(command, None)
+                self.told.pop(command, None)
                 self.killed.discard(command)
                 send(self.sock, {"gone": command})
 

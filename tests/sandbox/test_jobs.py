@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -386,3 +387,18 @@ async def test_a_sub_agent_whose_sandbox_is_lost_at_its_end_has_ended_well(
         await session.run("go")
         (block,) = results(await session.transcript())
         assert json.loads(block.text)["status"] == "completed"
+
+
+@pytest.mark.parametrize("kind", ["host", "bubblewrap"])
+async def test_a_command_that_is_ended_while_it_begins_gets_its_term_too(kind: str, tmp_path: Path) -> None:
+    """However early: else it runs on until the patience with it is over, and is killed."""
+    sandbox: Any = await ShippedSandboxes().open(SandboxSpec(kind=kind, workspace=str(tmp_path / "ws")), "r")
+    signals = Counter[int | None]()
+    for number in range(80):
+        process = await sandbox.start("sleep 600")
+        await asyncio.sleep(number / 80 * 0.02)
+        await process.kill()
+        assert await process.wait(10)
+        signals[process.end().signal] += 1
+    await sandbox.close()
+    assert signals == {15: 80}
